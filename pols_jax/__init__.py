@@ -1,0 +1,3 @@
+"""Single-logit classification in JAX."""
+
+__version__ = "0.1.0"

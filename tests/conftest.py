@@ -1,0 +1,24 @@
+"""Strict arithmetic, eight fake devices and reproducible examples for every test."""
+
+import os
+
+# Before the first import of jax: the number of devices is fixed when the backend starts.
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+hypothesis.settings.register_profile("pols_jax", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("pols_jax")
+
+
+@pytest.fixture
+def x64():
+    """Run one test in double precision, for comparisons at 1e-12."""
+    with jax.enable_x64(True):
+        yield
