@@ -1,0 +1,228 @@
+"""The output layer: all logits, or only the ones that were asked for.
+
+The output matrix is stored as [k, d], one contiguous row per class, so that the logit of one class is one
+gathered row and one dot product: its cost does not depend on the number of classes.
+"""
+
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+# Up to this many examples the product is formed as kernel @ features.T, see `all_logits`.
+_FEW_EXAMPLES = 32
+
+
+def all_logits(
+    features: Float[Array, "*batch features"],
+    kernel: Float[Array, "classes features"],
+    bias: Float[Array, " classes"],
+) -> Float[Array, "*batch classes"]:
+    """Computes the logits of every class: ``features @ kernel.T + bias``.
+
+    Products of 16-bit numbers are accumulated and returned in float32: the value of a single logit is compared
+    with a threshold, and rounding it to 16 bits would blur that.
+
+    Args:
+      features: Features, shape ``[..., d]``.
+      kernel: One row per class, shape ``[k, d]``.
+      bias: One number per class, shape ``[k]``.
+
+    Returns:
+      Logits, shape ``[..., k]``.
+
+    Raises:
+      TypeError: if an argument is not a floating-point array.
+      ValueError: if the shapes do not fit each other.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> features = jnp.array([[1.0, 2.0]])
+      >>> kernel = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+      >>> all_logits(features, kernel, jnp.array([0.0, 0.0, 0.5]))
+      Array([[1. , 2. , 3.5]], dtype=float32)
+    """
+    features, kernel, bias = jnp.asarray(features), jnp.asarray(kernel), jnp.asarray(bias)
+    _check_head(features, kernel, bias)
+    dtype = jnp.promote_types(jnp.result_type(features, kernel, bias), jnp.float32)
+    batch_shape = features.shape[:-1]
+    rows = features.reshape((-1, features.shape[-1]))
+    if rows.shape[0] > _FEW_EXAMPLES:
+        logits = _contract(rows, kernel, dtype)
+    else:
+        # XLA for CPU fuses the bias into the product of one example and leaves its fast path (25 times slower).
+        # The barrier keeps them apart. kernel @ features.T reads the kernel in the order it is stored.
+        logits = lax.optimization_barrier(_contract(kernel, rows, dtype)).T
+    logits = logits + bias.astype(dtype)[None, :]
+    return logits.reshape((*batch_shape, kernel.shape[0]))
+
+
+def class_logits(
+    features: Float[Array, "*batch features"],
+    kernel: Float[Array, "classes features"],
+    bias: Float[Array, " classes"],
+    class_ids: Int[ArrayLike, "*asked"],
+) -> Float[Array, "*batch *asked"]:
+    """Computes the logits of the asked classes only, by gathering their rows of the kernel.
+
+    ``class_ids`` may be traced, so that one compiled program serves every class.
+
+    Args:
+      features: Features, shape ``[..., d]``.
+      kernel: One row per class, shape ``[k, d]``.
+      bias: One number per class, shape ``[k]``.
+      class_ids: One class id, or a vector of ``c`` class ids.
+
+    Returns:
+      Logits, shape ``[...]`` for one id and ``[..., c]`` for a vector of ids. An id outside ``[0, k)`` gives NaN,
+      never the logit of another class.
+
+    Raises:
+      TypeError: if an argument has the wrong dtype.
+      ValueError: if the shapes do not fit, or if an id that is known while tracing (a Python or NumPy integer) is
+        outside ``[0, k)``.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> features = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> kernel = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+      >>> bias = jnp.array([0.0, 0.0, 0.5])
+      >>> class_logits(features, kernel, bias, 2)
+      Array([3.5, 7.5], dtype=float32)
+      >>> class_logits(features, kernel, bias, jnp.array([2, 0]))
+      Array([[3.5, 1. ],
+             [7.5, 3. ]], dtype=float32)
+    """
+    features, kernel, bias = jnp.asarray(features), jnp.asarray(kernel), jnp.asarray(bias)
+    _check_head(features, kernel, bias)
+    num_classes = kernel.shape[0]
+    _check_known_ids(class_ids, num_classes)
+    class_ids = jnp.asarray(class_ids)
+    if not jnp.issubdtype(class_ids.dtype, jnp.integer):
+        raise TypeError(f"class_ids must be integers, got dtype {class_ids.dtype}.")
+    if class_ids.ndim > 1:
+        raise ValueError(f"class_ids must be one id or a vector of ids, got shape {class_ids.shape}.")
+    asked = jnp.atleast_1d(class_ids)
+    exists = (asked >= 0) & (asked < num_classes)
+    logits = all_logits(
+        features,
+        kernel.at[asked].get(mode="clip"),
+        bias.at[asked].get(mode="clip"),
+    )
+    exists = jnp.broadcast_to(exists, logits.shape)
+    logits = jnp.where(exists, logits, jnp.full_like(logits, jnp.nan))
+    return logits if class_ids.ndim else logits[..., 0]
+
+
+def prior_bias(num_classes: int) -> float:
+    """Returns ``-log(k - 1)``, the logit of a class that has one chance in k.
+
+    A sigmoid-type loss (binary cross-entropy, noise-contrastive estimation) sums over k classes. Started at zero,
+    every class says "one in two", and at large k the first steps only teach the biases that this is wrong. Started
+    here, the k sigmoids of an example sum to one.
+
+    Args:
+      num_classes: The number of classes k, at least 2.
+
+    Returns:
+      The start value for `ClassHead.bias_start`.
+
+    Examples:
+      >>> round(prior_bias(1001), 4)
+      -6.9078
+    """
+    if num_classes < 2:
+        raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
+    return -math.log(num_classes - 1)
+
+
+class ClassHead(nn.Module):
+    """The output layer as a Flax module, with parameters ``kernel`` [k, d] and ``bias`` [k].
+
+    Attributes:
+      num_classes: The number of classes k.
+      bias_start: The value every bias starts from; `prior_bias` for sigmoid-type losses at large k.
+      dtype: The dtype of the product (bfloat16 for mixed precision); the parameters' own if None. Logits are float32
+        or wider in either case.
+      param_dtype: The dtype the parameters are stored in.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> head = ClassHead(num_classes=1000)
+      >>> features = jnp.ones((2, 8))
+      >>> variables = head.init(jax.random.key(0), features)
+      >>> variables["params"]["kernel"].shape
+      (1000, 8)
+      >>> head.apply(variables, features).shape
+      (2, 1000)
+      >>> head.apply(variables, features, 7, method="class_logits").shape
+      (2,)
+    """
+
+    num_classes: int
+    bias_start: float = 0.0
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def parameters(self, num_features: int) -> tuple[Array, Array]:
+        """Returns the kernel [k, d] and the bias [k] as they are stored."""
+        kernel_init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
+        kernel = self.param("kernel", kernel_init, (self.num_classes, num_features), self.param_dtype)
+        bias_init = nn.initializers.constant(self.bias_start)
+        bias = self.param("bias", bias_init, (self.num_classes,), self.param_dtype)
+        return kernel, bias
+
+    def __call__(self, features: Float[Array, "*batch features"]) -> Float[Array, "*batch classes"]:
+        """Computes the logits of every class, see `all_logits`."""
+        return all_logits(*self._in_compute_dtype(features))
+
+    def class_logits(
+        self, features: Float[Array, "*batch features"], class_ids: Int[ArrayLike, "*asked"]
+    ) -> Float[Array, "*batch *asked"]:
+        """Computes the logits of the asked classes only, see `class_logits` in this module."""
+        return class_logits(*self._in_compute_dtype(features), class_ids)
+
+    def _in_compute_dtype(self, features):
+        kernel, bias = self.parameters(features.shape[-1])
+        dtype = self.dtype or jnp.promote_types(features.dtype, self.param_dtype)
+        return features.astype(dtype), kernel.astype(dtype), bias
+
+
+def _contract(left, right, dtype):
+    """Returns ``left @ right.T``, accumulated in dtype."""
+    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def _check_head(features, kernel, bias):
+    for name, array in (("features", features), ("kernel", kernel), ("bias", bias)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating-point numbers, got dtype {array.dtype}.")
+    if kernel.ndim != 2:
+        raise ValueError(f"kernel must have shape [k, d], got shape {kernel.shape}.")
+    if bias.shape != kernel.shape[:1]:
+        raise ValueError(
+            f"bias must have shape [{kernel.shape[0]}] as kernel has rows, got shape {bias.shape}."
+        )
+    if features.ndim < 1 or features.shape[-1] != kernel.shape[1]:
+        raise ValueError(
+            f"features must have shape [..., {kernel.shape[1]}] to fit kernel of shape {kernel.shape}, "
+            f"got shape {features.shape}."
+        )
+
+
+def _check_known_ids(class_ids, num_classes):
+    """Raises for ids that can be checked without waiting for a device."""
+    if not isinstance(class_ids, int | np.integer | np.ndarray):
+        return
+    ids = np.asarray(class_ids)
+    if not np.issubdtype(ids.dtype, np.integer):
+        return  # reported by the dtype check
+    outside = ids[(ids < 0) | (ids >= num_classes)]
+    if outside.size:
+        raise ValueError(f"class_ids must be in [0, {num_classes}), got {int(outside.flat[0])}.")
