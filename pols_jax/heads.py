@@ -66,8 +66,8 @@ def class_logits(
     features: Float[Array, "*batch features"],
     kernel: Float[Array, "classes features"],
     bias: Float[Array, " classes"],
-    class_ids: Int[ArrayLike, "*asked"],
-) -> Float[Array, "*batch *asked"]:
+    class_ids: Int[ArrayLike, "..."],
+) -> Float[Array, "..."]:
     """Computes the logits of the asked classes only, by gathering their rows of the kernel.
 
     ``class_ids`` may be traced, so that one compiled program serves every class.
@@ -183,8 +183,8 @@ class ClassHead(nn.Module):
         return all_logits(*self._in_compute_dtype(features))
 
     def class_logits(
-        self, features: Float[Array, "*batch features"], class_ids: Int[ArrayLike, "*asked"]
-    ) -> Float[Array, "*batch *asked"]:
+        self, features: Float[Array, "*batch features"], class_ids: Int[ArrayLike, "..."]
+    ) -> Float[Array, "..."]:
         """Computes the logits of the asked classes only, see `class_logits` in this module."""
         return class_logits(*self._in_compute_dtype(features), class_ids)
 
