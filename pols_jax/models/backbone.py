@@ -1,0 +1,140 @@
+"""What all backbones share: their options, their input check, and the layer "linear, batch norm, ReLU"."""
+
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from pols_jax.models.batch_norm import AxisName, BatchNorm
+
+# Every linear layer is followed by a ReLU, which halves the variance: start with twice the usual one.
+kernel_init = nn.initializers.he_normal()
+
+
+class Backbone(nn.Module):
+    """Base of the networks that map images ``[m, h, w, c]`` to features ``[m, d]``.
+
+    Attributes:
+      width: A factor on the width of every layer; 1.0 is the published network.
+      dtype: The dtype to compute in, such as ``jnp.bfloat16``; parameters and batch statistics stay float32. None
+        computes in float32.
+      axis_name: The device axes that the batch is split over, for batch norm. Networks without batch norm ignore it.
+    """
+
+    width: float = 1.0
+    dtype: Any = None
+    axis_name: AxisName | None = None
+
+    def scaled(self, channels: int) -> int:
+        """Returns a layer's width under the factor ``width``, at least 1."""
+        return max(1, round(channels * self.width))
+
+
+def check_images(images: Float[Array, "batch height width channels"], *, smallest: int = 1) -> None:
+    """Raises unless ``images`` are floating-point numbers of shape ``[m, h, w, c]``, h and w at least ``smallest``.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> check_images(jnp.zeros((2, 28, 28, 1)))
+      >>> check_images(jnp.zeros((2, 28, 28, 1)), smallest=32)
+      Traceback (most recent call last):
+      ValueError: images must be at least 32 pixels high and wide for this network, got shape (2, 28, 28, 1).
+    """
+    if images.ndim != 4:
+        raise ValueError(f"images must have shape [m, h, w, c], got shape {images.shape}.")
+    if not jnp.issubdtype(images.dtype, jnp.floating):
+        raise TypeError(f"images must be floating-point numbers, got {images.dtype}: scale them first.")
+    if min(images.shape[1:3]) < smallest:
+        raise ValueError(
+            f"images must be at least {smallest} pixels high and wide for this network, got shape {images.shape}."
+        )
+
+
+class DenseNorm(nn.Module):
+    """A dense layer without bias (batch norm has one), batch norm and ReLU.
+
+    Attributes:
+      features: The number of units.
+      axis_name: See `BatchNorm`.
+      dtype: The dtype to compute in; None for float32.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> y, variables = DenseNorm(features=4).init_with_output(jax.random.key(0), jnp.ones((2, 3)))
+      >>> y.shape, sorted(variables["params"])
+      ((2, 4), ['dense', 'norm'])
+    """
+
+    features: int
+    axis_name: AxisName | None = None
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "batch inputs"],
+        *,
+        train: bool = False,
+        mask: Bool[Array, " batch"] | None = None,
+    ) -> Float[Array, "batch features"]:
+        """Maps ``[m, inputs]`` to ``[m, features]``."""
+        x = nn.Dense(self.features, use_bias=False, kernel_init=kernel_init, dtype=self.dtype, name="dense")(
+            x
+        )
+        x = BatchNorm(axis_name=self.axis_name, dtype=self.dtype, name="norm")(x, train=train, mask=mask)
+        return nn.relu(x)
+
+
+class ConvNorm(nn.Module):
+    """A convolution without bias (batch norm has one), batch norm and, unless ``relu`` is off, ReLU.
+
+    Attributes:
+      features: The number of feature maps.
+      kernel_size: The height and width of the kernel.
+      stride: The step in both directions.
+      padding: "SAME", "VALID", or the number of zeros on every side.
+      relu: Whether ReLU follows.
+      epsilon: See `BatchNorm`.
+      axis_name: See `BatchNorm`.
+      dtype: The dtype to compute in; None for float32.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> layer = ConvNorm(features=4, kernel_size=(3, 3), stride=2)
+      >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 8, 8, 3)))
+      >>> y.shape, sorted(variables["params"])
+      ((2, 4, 4, 4), ['conv', 'norm'])
+    """
+
+    features: int
+    kernel_size: tuple[int, int]
+    stride: int = 1
+    padding: Literal["SAME", "VALID"] | int = "SAME"
+    relu: bool = True
+    epsilon: float = 1e-5
+    axis_name: AxisName | None = None
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "batch height width inputs"],
+        *,
+        train: bool = False,
+        mask: Bool[Array, " batch"] | None = None,
+    ) -> Float[Array, "batch new_height new_width features"]:
+        """Maps ``[m, h, w, inputs]`` to ``[m, h', w', features]``."""
+        x = nn.Conv(
+            self.features,
+            self.kernel_size,
+            strides=self.stride,
+            padding=self.padding,
+            use_bias=False,
+            kernel_init=kernel_init,
+            dtype=self.dtype,
+            name="conv",
+        )(x)
+        norm = BatchNorm(axis_name=self.axis_name, epsilon=self.epsilon, dtype=self.dtype, name="norm")
+        x = norm(x, train=train, mask=mask)
+        return nn.relu(x) if self.relu else x

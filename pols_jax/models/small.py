@@ -1,0 +1,77 @@
+"""The paper's networks for small images: an MLP for MNIST, a convolutional network for SVHN and CIFAR."""
+
+import flax.linen as nn
+from jaxtyping import Array, Bool, Float
+
+from pols_jax.models.backbone import Backbone, ConvNorm, DenseNorm, check_images
+
+
+class MLP(Backbone):
+    """Dense layers, each followed by batch norm and ReLU; the paper's MNIST network has two of 500 units.
+
+    Attributes:
+      hidden_sizes: The units of each layer; the last is the number of features.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> images = jnp.ones((2, 28, 28, 1))
+      >>> features, variables = MLP().init_with_output(jax.random.key(0), images)
+      >>> features.shape
+      (2, 500)
+    """
+
+    hidden_sizes: tuple[int, ...] = (500, 500)
+
+    @nn.compact
+    def __call__(
+        self,
+        images: Float[Array, "batch height width channels"],
+        *,
+        train: bool = False,
+        mask: Bool[Array, " batch"] | None = None,
+    ) -> Float[Array, "batch features"]:
+        """Maps images ``[m, h, w, c]`` to features ``[m, hidden_sizes[-1]]``."""
+        check_images(images)
+        x = images.reshape((images.shape[0], -1))
+        for index, size in enumerate(self.hidden_sizes, start=1):
+            layer = DenseNorm(self.scaled(size), self.axis_name, self.dtype, name=f"layer{index}")
+            x = layer(x, train=train, mask=mask)
+        return x
+
+
+class CNN(Backbone):
+    """The paper's network for SVHN and CIFAR: six convolutions in three stages, then a dense layer of 1024 units.
+
+    A stage is a 5x5 and a 1x1 convolution with 128, 256 or 512 feature maps, then 3x3 max-pooling with stride 2.
+    Batch norm and ReLU follow every convolution and the dense layer. The paper does not say how it pads; here
+    convolutions and pooling pad so that a stage halves the image, rounding up.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> images = jnp.ones((2, 32, 32, 3))
+      >>> quarter = CNN(width=0.25)
+      >>> features, variables = quarter.init_with_output(jax.random.key(0), images)
+      >>> features.shape
+      (2, 256)
+    """
+
+    @nn.compact
+    def __call__(
+        self,
+        images: Float[Array, "batch height width channels"],
+        *,
+        train: bool = False,
+        mask: Bool[Array, " batch"] | None = None,
+    ) -> Float[Array, "batch features"]:
+        """Maps images ``[m, h, w, c]`` to features ``[m, 1024 * width]``."""
+        check_images(images)
+        shared = {"axis_name": self.axis_name, "dtype": self.dtype}
+        x = images
+        for stage, channels in enumerate((128, 256, 512)):
+            for place, kernel_size in enumerate(((5, 5), (1, 1)), start=1):
+                name = f"conv{2 * stage + place}"
+                layer = ConvNorm(self.scaled(channels), kernel_size, name=name, **shared)
+                x = layer(x, train=train, mask=mask)
+            x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        x = x.reshape((x.shape[0], -1))
+        return DenseNorm(self.scaled(1024), name="dense", **shared)(x, train=train, mask=mask)
