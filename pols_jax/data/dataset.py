@@ -1,0 +1,165 @@
+"""What a data set is: class names, an image shape and three splits; and what a batch is.
+
+A split is either an `ArraySplit`, small enough to live on the device as uint8, or a `StreamSplit`, whose
+encoded images stay on disk and are decoded on the way.  Both give the same `Batch`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int, Integer, Key, UInt8
+
+Augment: TypeAlias = Callable[
+    [Key[jax.Array, "batch"], UInt8[jax.Array, "batch height width channels"]],
+    Float[jax.Array, "batch height width channels"],
+]
+"""Maps one random key per example and uint8 images to float32 images in [-1, 1]."""
+
+EncodedImage: TypeAlias = str | bytes
+"""The path of an image file, or the contents of one."""
+
+
+class DataError(ValueError):
+    """The data that was asked for cannot be had; the message says why and what to do."""
+
+
+class DataWarning(UserWarning):
+    """Part of the data cannot be used; the message names and counts it."""
+
+
+class Batch(NamedTuple):
+    """Examples that go through a network together.
+
+    Attributes:
+        image: Pixels in [-1, 1].
+        label: Class ids.
+        mask: True for real examples, False for the rows that pad a batch to its size.
+
+    >>> batch = Batch(np.zeros((2, 28, 28, 1), np.float32), np.array([3, 0], np.int32), np.array([True, False]))
+    >>> batch.label[batch.mask]
+    array([3], dtype=int32)
+    """
+
+    image: Float[jax.Array | np.ndarray, "batch height width channels"]
+    label: Int[jax.Array | np.ndarray, "batch"]
+    mask: Bool[jax.Array | np.ndarray, "batch"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ArraySplit:
+    """A split in memory.
+
+    Attributes:
+        images: uint8 [n, h, w, c].
+        labels: int32 [n].
+
+    >>> split = ArraySplit(images=np.zeros((5, 28, 28, 1), np.uint8), labels=np.arange(5, dtype=np.int32))
+    >>> len(split)
+    5
+    """
+
+    images: UInt8[np.ndarray, "examples height width channels"]
+    labels: Int[np.ndarray, "examples"]
+
+    def __post_init__(self) -> None:
+        """Check that every image has a label."""
+        if self.images.dtype != np.uint8 or self.images.ndim != 4:
+            raise ValueError(
+                f"images must be uint8 [n, h, w, c], got {self.images.dtype} {self.images.shape}"
+            )
+        if self.labels.dtype != np.int32 or self.labels.shape != self.images.shape[:1]:
+            raise ValueError(
+                f"labels must be int32 [{len(self.images)}], got {self.labels.dtype} {self.labels.shape}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StreamSplit:
+    """A split whose images are read and decoded while it is used.
+
+    Attributes:
+        records: Random access to (encoded image, label) pairs; pickled to the worker processes.
+        image_shape: Height, width and channels that images are decoded to.
+
+    >>> split = StreamSplit(records=[("cat/1.jpg", 0), ("dog/1.jpg", 1)], image_shape=(224, 224, 3))
+    >>> len(split)
+    2
+    """
+
+    records: Sequence[tuple[EncodedImage, int]]
+    image_shape: tuple[int, int, int]
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+
+Split: TypeAlias = ArraySplit | StreamSplit
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dataset:
+    """A classification data set.
+
+    Attributes:
+        name: The name that `load` was given.
+        class_names: One unique name per class; a label is an index into it.
+        image_shape: Height, width and channels.
+        train: Examples to learn from.
+        validation: Examples to choose hyperparameters with.
+        test: Examples for the final measurement, never used for a choice.
+        provenance: Where the data comes from (versions, hashes, split rule), ready for JSON.
+        augment: The augmentation that suits the images when training from memory, or None.
+
+    >>> split = ArraySplit(images=np.zeros((2, 8, 8, 1), np.uint8), labels=np.array([0, 1], np.int32))
+    >>> Dataset("pair", ("yes", "no"), (8, 8, 1), split, split, split, provenance={}).num_classes
+    2
+    """
+
+    name: str
+    class_names: tuple[str, ...]
+    image_shape: tuple[int, int, int]
+    train: Split
+    validation: Split
+    test: Split
+    provenance: dict[str, Any]
+    augment: Augment | None = None
+
+    def __post_init__(self) -> None:
+        """Check that a class is known by its name alone."""
+        if len(set(self.class_names)) != len(self.class_names):
+            raise ValueError(f"the class names of {self.name} are not unique")
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes, k."""
+        return len(self.class_names)
+
+
+def scale_pixels(images: Integer[jax.Array, "..."]) -> Float[jax.Array, "..."]:
+    """Scale uint8 pixels to float32 in [-1, 1].
+
+    Args:
+        images: [..., h, w, c], uint8, on the device.
+
+    Returns:
+        The same shape, float32; 0 becomes -1 and 255 becomes 1.
+
+    >>> scale_pixels(jax.numpy.array([0, 255], "uint8")).tolist()
+    [-1.0, 1.0]
+    """
+    return images.astype("float32") / 127.5 - 1.0
+
+
+def num_bytes(shape: Sequence[int]) -> int:
+    """The size in bytes of a uint8 array.
+
+    >>> num_bytes((60_000, 28, 28, 1))
+    47040000
+    """
+    return int(np.prod(shape, dtype=np.int64))

@@ -1,0 +1,139 @@
+"""Training batches as a pure function of (seed, step), so that a resumed run sees the same batches.
+
+An epoch is ceil(n / batch_size) steps over one random order of the n examples; the last batch of an epoch is
+padded to the full size and masked.  `sample_batch` draws such batches from arrays on the device;
+`step_rows` names the same examples to the host, which streams them.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int, UInt8
+
+from pols_jax.data import permutation
+from pols_jax.data.dataset import Augment, Batch, scale_pixels
+
+
+def steps_per_epoch(num_examples: int, batch_size: int) -> int:
+    """The number of steps that shows every example once.
+
+    >>> steps_per_epoch(1000, 128)
+    8
+    """
+    return -(-num_examples // batch_size)
+
+
+def rows_per_shard(batch_size: int, num_shards: int) -> int:
+    """The number of rows of a global batch that each of `num_shards` devices or hosts gets.
+
+    >>> rows_per_shard(256, 8)
+    32
+    """
+    if batch_size % num_shards:
+        raise ValueError(
+            f"batch_size {batch_size} is not a multiple of the {num_shards} shards it is split over"
+        )
+    return batch_size // num_shards
+
+
+def sample_batch(
+    images: UInt8[jax.Array, "examples height width channels"],
+    labels: Int[jax.Array, "examples"],
+    step: Int[jax.Array, ""] | int,
+    *,
+    seed: int,
+    batch_size: int,
+    augment: Augment | None = None,
+    shard: Int[jax.Array, ""] | int = 0,
+    num_shards: int = 1,
+) -> Batch:
+    """Draw the batch of one training step from images on the device; call it inside jit.
+
+    Shard i of N gets the rows [i m/N, (i+1) m/N) of exactly the batch that one shard would get, augmentation
+    included.  Rows that pad the last batch of an epoch repeat real examples with mask False, so that batch
+    statistics stay those of real images.
+
+    Args:
+        images: [n, h, w, c], uint8. Pass them to the jitted function as arguments: captured, they would become
+            constants of the program.
+        labels: [n], int32.
+        step: Global step from 0, may be traced.
+        seed: Seed of the run.
+        batch_size: m, over all shards.
+        augment: Maps ([m] keys, [m, h, w, c] uint8) to float32 images in [-1, 1]; None only scales the pixels.
+        shard: Index of this shard, may be traced (`jax.lax.axis_index`).
+        num_shards: N, must divide m.
+
+    Returns:
+        A batch of m/N rows.
+
+    >>> images, labels = jnp.zeros((10, 8, 8, 1), "uint8"), jnp.arange(10)
+    >>> batches = [sample_batch(images, labels, step, seed=0, batch_size=4) for step in range(3)]
+    >>> sorted(int(label) for b in batches for label in b.label[b.mask])
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+    num_examples = len(labels)
+    rows = rows_per_shard(batch_size, num_shards)
+    step, shard = jnp.asarray(step, jnp.int32), jnp.asarray(shard, jnp.int32)
+    epoch_steps = steps_per_epoch(num_examples, batch_size)
+    row = shard * rows + jnp.arange(rows)
+    position = (step % epoch_steps) * batch_size + row
+    index = permutation.epoch_order(
+        position % num_examples, num_examples, seed=seed, epoch=step // epoch_steps
+    )
+    image = images[index]
+    if augment is None:
+        image = scale_pixels(image)
+    else:
+        step_key = jax.random.fold_in(jax.random.key(seed), step)
+        image = augment(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, row), image)
+    return Batch(image=image, label=labels[index], mask=position < num_examples)
+
+
+class StepRows(NamedTuple):
+    """Which examples one host reads for one training step.
+
+    Attributes:
+        example: [rows], indices of the examples.
+        mask: [rows], False for rows that pad the last batch of an epoch.
+        row: [rows], position of each example in the global batch.
+    """
+
+    example: Int[np.ndarray, "rows"]
+    mask: Bool[np.ndarray, "rows"]
+    row: Int[np.ndarray, "rows"]
+
+
+def step_rows(
+    num_examples: int,
+    step: int,
+    *,
+    seed: int,
+    batch_size: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> StepRows:
+    """List the examples that `sample_batch` draws at a step, on the host.
+
+    Args:
+        num_examples: n.
+        step: Global step from 0.
+        seed: Seed of the run.
+        batch_size: m, over all hosts.
+        process_index: Index of this host.
+        process_count: Number of hosts, must divide m.
+
+    Returns:
+        This host's m / process_count rows of the global batch.
+
+    >>> step_rows(10, 2, seed=0, batch_size=4).mask
+    array([ True,  True, False, False])
+    """
+    rows = rows_per_shard(batch_size, process_count)
+    epoch, step_in_epoch = divmod(step, steps_per_epoch(num_examples, batch_size))
+    row = process_index * rows + np.arange(rows)
+    position = step_in_epoch * batch_size + row
+    example = permutation.epoch_order_on_host(position % num_examples, num_examples, seed=seed, epoch=epoch)
+    return StepRows(example=example, mask=position < num_examples, row=row)
