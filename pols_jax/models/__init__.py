@@ -5,15 +5,35 @@
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from pols_jax.models.backbone import Backbone
 from pols_jax.models.batch_norm import BatchNorm
+from pols_jax.models.classic import VGG, AlexNet
 from pols_jax.models.classifier import Classifier
+from pols_jax.models.inception import InceptionV3
+from pols_jax.models.resnet import ResNet
 from pols_jax.models.small import CNN, MLP
 
 MODELS: Mapping[str, Callable[..., Backbone]] = {
     "mlp": MLP,
     "cnn": CNN,
+    "alexnet": AlexNet,
+    "vgg16": VGG,
+    "inception_v3": InceptionV3,
+    "resnet50": ResNet,
+    "resnet101": partial(ResNet, stage_sizes=(3, 4, 23, 3)),
 }
 
-__all__ = ["CNN", "MLP", "MODELS", "Backbone", "BatchNorm", "Classifier"]
+__all__ = [
+    "CNN",
+    "MLP",
+    "MODELS",
+    "VGG",
+    "AlexNet",
+    "Backbone",
+    "BatchNorm",
+    "Classifier",
+    "InceptionV3",
+    "ResNet",
+]

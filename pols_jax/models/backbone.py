@@ -26,9 +26,15 @@ class Backbone(nn.Module):
     dtype: Any = None
     axis_name: AxisName | None = None
 
-    def scaled(self, channels: int) -> int:
-        """Returns a layer's width under the factor ``width``, at least 1."""
-        return max(1, round(channels * self.width))
+
+def scaled(units: int, width: float) -> int:
+    """Returns the number of units (or feature maps) of a layer under the factor ``width``, at least 1.
+
+    Examples:
+      >>> scaled(500, 0.25)
+      125
+    """
+    return max(1, round(units * width))
 
 
 def check_images(images: Float[Array, "batch height width channels"], *, smallest: int = 1) -> None:

@@ -3,7 +3,7 @@
 import flax.linen as nn
 from jaxtyping import Array, Bool, Float
 
-from pols_jax.models.backbone import Backbone, ConvNorm, DenseNorm, check_images
+from pols_jax.models.backbone import Backbone, ConvNorm, DenseNorm, check_images, scaled
 
 
 class MLP(Backbone):
@@ -34,7 +34,7 @@ class MLP(Backbone):
         check_images(images)
         x = images.reshape((images.shape[0], -1))
         for index, size in enumerate(self.hidden_sizes, start=1):
-            layer = DenseNorm(self.scaled(size), self.axis_name, self.dtype, name=f"layer{index}")
+            layer = DenseNorm(scaled(size, self.width), self.axis_name, self.dtype, name=f"layer{index}")
             x = layer(x, train=train, mask=mask)
         return x
 
@@ -50,7 +50,7 @@ class CNN(Backbone):
       >>> import jax, jax.numpy as jnp
       >>> images = jnp.ones((2, 32, 32, 3))
       >>> quarter = CNN(width=0.25)
-      >>> features, variables = quarter.init_with_output(jax.random.key(0), images)
+      >>> features, variables = jax.eval_shape(quarter.init_with_output, jax.random.key(0), images)
       >>> features.shape
       (2, 256)
     """
@@ -70,8 +70,8 @@ class CNN(Backbone):
         for stage, channels in enumerate((128, 256, 512)):
             for place, kernel_size in enumerate(((5, 5), (1, 1)), start=1):
                 name = f"conv{2 * stage + place}"
-                layer = ConvNorm(self.scaled(channels), kernel_size, name=name, **shared)
+                layer = ConvNorm(scaled(channels, self.width), kernel_size, name=name, **shared)
                 x = layer(x, train=train, mask=mask)
             x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
         x = x.reshape((x.shape[0], -1))
-        return DenseNorm(self.scaled(1024), name="dense", **shared)(x, train=train, mask=mask)
+        return DenseNorm(scaled(1024, self.width), name="dense", **shared)(x, train=train, mask=mask)

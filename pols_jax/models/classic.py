@@ -1,0 +1,118 @@
+"""AlexNet and VGG-16: convolutions with biases and two wide dense layers with dropout, no batch norm."""
+
+import flax.linen as nn
+from jaxtyping import Array, Bool, Float
+
+from pols_jax.models.backbone import Backbone, check_images, kernel_init, scaled
+
+
+class AlexNet(Backbone):
+    """AlexNet in the one-tower form of Krizhevsky's "One weird trick" (2014): five convolutions, two dense layers.
+
+    The first dense layer takes the convolutions' output as it is, so it fits only the image size that the network
+    was initialised with; 224x224 is the published one, 63x63 the smallest. In training mode dropout draws from the
+    random stream "dropout".
+
+    Attributes:
+      dropout_rate: The share of a dense layer's inputs that a training step sets to zero.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> images = jnp.ones((2, 224, 224, 3))
+      >>> features, variables = jax.eval_shape(AlexNet().init_with_output, jax.random.key(0), images)
+      >>> features.shape
+      (2, 4096)
+    """
+
+    dropout_rate: float = 0.5
+
+    @nn.compact
+    def __call__(
+        self,
+        images: Float[Array, "batch height width channels"],
+        *,
+        train: bool = False,
+        mask: Bool[Array, " batch"] | None = None,
+    ) -> Float[Array, "batch features"]:
+        """Maps images ``[m, h, w, c]`` to features ``[m, 4096 * width]``; no layer mixes examples or needs ``mask``."""
+        check_images(images, smallest=63)
+
+        def conv(x, index, channels, size, stride, padding):
+            layer = nn.Conv(
+                scaled(channels, self.width),
+                (size, size),
+                strides=stride,
+                padding=padding,
+                kernel_init=kernel_init,
+                dtype=self.dtype,
+                name=f"conv{index}",
+            )
+            return nn.relu(layer(x))
+
+        def pool(x):
+            return nn.max_pool(x, (3, 3), strides=(2, 2))
+
+        x = pool(conv(images, 1, 64, size=11, stride=4, padding=2))
+        x = pool(conv(x, 2, 192, size=5, stride=1, padding=2))
+        x = conv(x, 3, 384, size=3, stride=1, padding=1)
+        x = conv(x, 4, 256, size=3, stride=1, padding=1)
+        x = pool(conv(x, 5, 256, size=3, stride=1, padding=1))
+        x = x.reshape((x.shape[0], -1))
+        for index in (1, 2):
+            x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
+            x = _dense(self, index)(x)
+            x = nn.relu(x)
+        return x
+
+
+class VGG(Backbone):
+    """VGG (Simonyan and Zisserman, 2015): stages of 3x3 convolutions and 2x2 max-pooling, then two dense layers.
+
+    The first dense layer takes the convolutions' output as it is, so it fits only the image size that the network
+    was initialised with; 224x224 is the published one, 32x32 the smallest of VGG-16. In training mode dropout draws
+    from the random stream "dropout".
+
+    Attributes:
+      stage_sizes: The number of convolutions in each stage; the default is VGG-16.
+      dropout_rate: The share of a dense layer's outputs that a training step sets to zero.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> images = jnp.ones((2, 224, 224, 3))
+      >>> features, variables = jax.eval_shape(VGG().init_with_output, jax.random.key(0), images)
+      >>> features.shape
+      (2, 4096)
+    """
+
+    stage_sizes: tuple[int, ...] = (2, 2, 3, 3, 3)
+    dropout_rate: float = 0.5
+
+    @nn.compact
+    def __call__(
+        self,
+        images: Float[Array, "batch height width channels"],
+        *,
+        train: bool = False,
+        mask: Bool[Array, " batch"] | None = None,
+    ) -> Float[Array, "batch features"]:
+        """Maps images ``[m, h, w, c]`` to features ``[m, 4096 * width]``; no layer mixes examples or needs ``mask``."""
+        check_images(images, smallest=2 ** len(self.stage_sizes))
+        x = images
+        for stage, size in enumerate(self.stage_sizes, start=1):
+            channels = scaled(min(64 * 2 ** (stage - 1, self.width), 512))
+            for index in range(1, size + 1):
+                name = f"conv{stage}_{index}"
+                x = nn.Conv(channels, (3, 3), kernel_init=kernel_init, dtype=self.dtype, name=name)(x)
+                x = nn.relu(x)
+            x = nn.max_pool(x, (2, 2), strides=(2, 2))
+        x = x.reshape((x.shape[0], -1))
+        for index in (1, 2):
+            x = nn.relu(_dense(self, index)(x))
+            x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
+        return x
+
+
+def _dense(backbone, index):
+    """Returns one of the two wide dense layers that end both networks; call it inside the backbone."""
+    units = scaled(4096, backbone.width)
+    return nn.Dense(units, kernel_init=kernel_init, dtype=backbone.dtype, name=f"dense{index}")
