@@ -99,7 +99,7 @@ class VGG(Backbone):
         check_images(images, smallest=2 ** len(self.stage_sizes))
         x = images
         for stage, size in enumerate(self.stage_sizes, start=1):
-            channels = scaled(min(64 * 2 ** (stage - 1, self.width), 512))
+            channels = scaled(min(64 * 2 ** (stage - 1), 512), self.width)
             for index in range(1, size + 1):
                 name = f"conv{stage}_{index}"
                 x = nn.Conv(channels, (3, 3), kernel_init=kernel_init, dtype=self.dtype, name=name)(x)

@@ -43,7 +43,7 @@ class ResNet(Backbone):
         one_around = ((1, 1), (1, 1))
         x = nn.max_pool(x, (3, 3), strides=(2, 2), padding=one_around)  # pyright: ignore[reportArgumentType]
         for stage, size in enumerate(self.stage_sizes, start=1):
-            channels = scaled(64 * 2 ** (stage - 1, self.width))
+            channels = scaled(64 * 2 ** (stage - 1), self.width)
             for index in range(1, size + 1):
                 stride = 2 if stage > 1 and index == 1 else 1
                 block = _Bottleneck(channels, stride, name=f"stage{stage}_block{index}", **shared)
