@@ -1,0 +1,114 @@
+"""What a loss needs to know about all k logits of an example.
+
+Three statistics serve all seven losses: a logsumexp, the largest false logit and a weighted softplus sum. The
+formulas in `pols_jax.losses` read them through the `ClassStats` interface, so that a formula does not know where
+the numbers come from.
+"""
+
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+
+class LogSumExp(NamedTuple):
+    """The logarithm of a sum of exponentials, as the two parts ``peak + log_sum``.
+
+    Kept apart because a loss subtracts a logit that is about as large as ``peak``: at logits near 1e4 the sum of
+    the parts has lost three digits of ``log_sum``.
+
+    Attributes:
+      peak: The largest exponent. Its gradient is stopped; that of ``log_sum`` is the whole gradient.
+      log_sum: The logarithm of the sum of the exponentials, taken relative to ``peak``.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> parts = LogSumExp(peak=jnp.float32(1e4), log_sum=jnp.float32(0.25))
+      >>> float((parts.peak - 1e4) + parts.log_sum)
+      0.25
+    """
+
+    peak: Float[Array, "..."]
+    log_sum: Float[Array, "..."]
+
+
+class ClassStats(Protocol):
+    """Statistics over the classes of each example, however they are computed."""
+
+    @property
+    def true(self) -> Float[Array, "..."]:
+        """The true logit of each example."""
+        ...
+
+    def logsumexp(self) -> LogSumExp:
+        """The logsumexp over all classes."""
+        ...
+
+    def max_false(self) -> Float[Array, "..."]:
+        """The largest false logit."""
+        ...
+
+    def softplus_sum(
+        self, *, weights: Float[Array, " classes"] | None = None, false_only: bool = False
+    ) -> Float[Array, "..."]:
+        """The (weighted) sum of softplus over all classes, or over the false ones."""
+        ...
+
+
+class DenseStats:
+    """Class statistics from an array of logits.
+
+    Args:
+      logits: Logits, shape ``[..., k]``, of a floating-point dtype. 16-bit logits are read as float32.
+      labels: True classes, shape ``[...]``. A label outside ``[0, k)`` makes the true logit NaN.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> z = DenseStats(jnp.array([[1.0, 5.0, 2.0]]), jnp.array([1]))
+      >>> float(z.true[0]), float(z.max_false()[0])
+      (5.0, 2.0)
+    """
+
+    def __init__(self, logits: Float[Array, "*batch classes"], labels: Int[Array, "*batch"]):
+        self._logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        # An index past the end reads NaN. A negative one would count from the end, so it is moved there.
+        self._labels = jnp.where(labels < 0, logits.shape[-1], labels.astype(jnp.int32))
+        self.true = _at(self._logits, self._labels)
+
+    def logsumexp(self) -> LogSumExp:
+        """The logsumexp over all classes, see `ClassStats`."""
+        peak = lax.stop_gradient(jnp.max(self._logits, axis=-1))
+        return LogSumExp(peak, jnp.log(jnp.sum(jnp.exp(self._logits - peak[..., None]), axis=-1)))
+
+    def max_false(self) -> Float[Array, "..."]:
+        """The largest false logit, see `ClassStats`; in a tie the lowest class has the gradient.
+
+        The most negative number of the dtype where there is no false class.
+        """
+        place = jnp.argmax(lax.stop_gradient(self._false_logits()), axis=-1)
+        largest = _at(self._logits, place)
+        return jnp.where(place == self._labels, jnp.finfo(largest.dtype).min, largest)
+
+    def softplus_sum(
+        self, *, weights: Float[Array, " classes"] | None = None, false_only: bool = False
+    ) -> Float[Array, "..."]:
+        """The (weighted) sum of softplus over all classes or the false ones, see `ClassStats`."""
+        terms = jax.nn.softplus(self._false_logits() if false_only else self._logits)
+        if weights is not None:
+            terms = terms * jnp.broadcast_to(weights.astype(terms.dtype), terms.shape)
+        return jnp.sum(terms, axis=-1)
+
+    def _false_logits(self):
+        """The logits, with the most negative number in the place of each true one."""
+        return jnp.where(self._is_true(), jnp.finfo(self._logits.dtype).min, self._logits)
+
+    def _is_true(self) -> Bool[Array, "*batch classes"]:
+        classes = lax.broadcasted_iota(jnp.int32, self._logits.shape, self._logits.ndim - 1)
+        return classes == self._labels[..., None]
+
+
+def _at(logits, classes):
+    """Returns the logit of one class per example; NaN for a class past the end."""
+    return jnp.take_along_axis(logits, classes[..., None], axis=-1, mode="fill")[..., 0]
