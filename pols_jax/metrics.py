@@ -10,6 +10,9 @@ is n comparisons per example, whatever the number of classes.
 An example whose label is outside [0, k) belongs to none of the classes: it counts as a negative for each of them.
 """
 
+import functools
+import operator
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -44,12 +47,17 @@ def average_precision(
     Examples:
       >>> import jax.numpy as jnp
       >>> scores = jnp.array([[0.9, 0.1], [0.8, 0.7], [0.3, 0.2]])
-      >>> average_precision(scores, jnp.array([0, 1, 0]))
-      Array([0.8333, 1.], dtype=float32)
+      >>> average_precision(scores, jnp.array([0, 1, 0])).tolist()
+      [0.8333, 1.0]
     """
     if interpolation not in ("step", "trapezoid"):
         raise ValueError(f"interpolation must be 'step' or 'trapezoid', got {interpolation!r}.")
-    return _average_precision(_counts(scores, labels), interpolation)
+    counts = _counts(scores, labels)
+    precision = counts.precision()
+    if interpolation == "trapezoid":
+        # The line comes from the point of the curve just above this threshold.
+        precision = (precision + _counts(scores, labels, compare=operator.gt).precision()) / 2
+    return _class_means(precision, counts)
 
 
 def precision_at_recall(
@@ -68,8 +76,8 @@ def precision_at_recall(
     Examples:
       >>> import jax.numpy as jnp
       >>> scores = jnp.array([[0.9, 0.1], [0.8, 0.7], [0.3, 0.2]])
-      >>> precision_at_recall(scores, jnp.array([0, 1, 0]), 0.9)
-      Array([0.6667, 1.], dtype=float32)
+      >>> precision_at_recall(scores, jnp.array([0, 1, 0]), 0.9).tolist()
+      [0.6667, 1.0]
     """
     _check_recall(recall)
     return _precision_at_recall(_counts(scores, labels), recall)
@@ -93,8 +101,8 @@ def threshold_at_recall(
     Examples:
       >>> import jax.numpy as jnp
       >>> scores = jnp.array([[0.75, 0.1], [0.5, 0.875], [0.25, 0.2]])
-      >>> threshold_at_recall(scores, jnp.array([0, 1, 0]), 0.9)
-      Array([0.25, 0.875], dtype=float32)
+      >>> threshold_at_recall(scores, jnp.array([0, 1, 0]), 0.9).tolist()
+      [0.25, 0.875]
     """
     _check_recall(recall)
     counts = _counts(scores, labels)
@@ -125,7 +133,7 @@ def slc_metrics(
     """
     counts = _counts(scores, labels)
     return {
-        "auprc": jnp.nanmean(_average_precision(counts, "step")),
+        "auprc": jnp.nanmean(_class_means(counts.precision(), counts)),
         "precision_at_0.9": jnp.nanmean(_precision_at_recall(counts, 0.9)),
         "precision_at_0.99": jnp.nanmean(_precision_at_recall(counts, 0.99)),
         "num_classes": jnp.sum(counts.class_sizes > 0),
@@ -155,23 +163,25 @@ def relative_improvement(
 
 
 class _Counts(NamedTuple):
-    """What stands in the column of each example's own class, at or above the example's own score."""
+    """How many examples, and how many of the class, pass the threshold that is an example's score of its own class."""
 
     labels: Int[Array, " examples"]  # -1 for an example that belongs to none of the classes
     own_scores: Float[Array, " examples"]
     examples: Int[Array, " examples"]
     positives: Int[Array, " examples"]
-    examples_above: Int[Array, " examples"]  # strictly above
-    positives_above: Int[Array, " examples"]
     class_sizes: Int[Array, " classes"]
 
+    def precision(self) -> Float[Array, " examples"]:
+        """The precision at each threshold; 1 where nothing passes, the start of the curve."""
+        return jnp.where(self.examples > 0, self.positives / jnp.maximum(self.examples, 1), 1.0)
 
-def _counts(scores, labels) -> _Counts:
-    return _count_all(*check_logits_and_labels(scores, labels, rank=2))
+
+def _counts(scores, labels, compare: Callable = operator.ge) -> _Counts:
+    return _count_all(*check_logits_and_labels(scores, labels, rank=2), compare=compare)
 
 
-@jax.jit
-def _count_all(scores, labels) -> _Counts:
+@functools.partial(jax.jit, static_argnames="compare")
+def _count_all(scores, labels, *, compare) -> _Counts:
     num_classes = scores.shape[1]
     columns = scores.T  # one contiguous row per class: this is what the counting reads n times
     labels = labels.astype(jnp.int32)
@@ -179,28 +189,13 @@ def _count_all(scores, labels) -> _Counts:
     own_scores = jnp.take_along_axis(scores, labels[:, None], axis=1)[:, 0]
 
     def count(example):
-        label, own = example
-        column = columns[label]
-        is_positive = labels == label
-        reaches, above = column >= own, column > own
-        return tuple(
-            jnp.sum(mask, dtype=jnp.int32)
-            for mask in (reaches, reaches & is_positive, above, above & is_positive)
-        )
+        label, own_score = example
+        passes = compare(columns[label], own_score)
+        return jnp.sum(passes, dtype=jnp.int32), jnp.sum(passes & (labels == label), dtype=jnp.int32)
 
-    counted = lax.map(count, (labels, own_scores))
+    examples, positives = lax.map(count, (labels, own_scores))
     class_sizes = jax.ops.segment_sum(jnp.ones_like(labels), labels, num_classes)
-    return _Counts(labels, own_scores, *counted, class_sizes)
-
-
-def _average_precision(counts: _Counts, interpolation):
-    precision = counts.positives / counts.examples
-    if interpolation == "trapezoid":
-        # The curve comes from the point just above this threshold; above every score it starts at precision 1.
-        above = counts.examples_above
-        precision_above = jnp.where(above > 0, counts.positives_above / jnp.maximum(above, 1), 1.0)
-        precision = (precision + precision_above) / 2
-    return _class_sums(precision, counts) / counts.class_sizes
+    return _Counts(labels, own_scores, examples, positives, class_sizes)
 
 
 def _precision_at_recall(counts: _Counts, recall):
@@ -220,12 +215,12 @@ def _reaches(counts: _Counts, recall):
     return counts.positives / counts.class_sizes[counts.labels] >= recall
 
 
-def _class_sums(values, counts: _Counts):
+def _class_means(values, counts: _Counts):
     num_classes = len(counts.class_sizes)
     partial = jnp.arange(values.shape[0], dtype=jnp.int32) % _PARTIAL_SUMS
     places = jnp.where(counts.labels < 0, -1, counts.labels + num_classes * partial)
     sums = jax.ops.segment_sum(values, places, _PARTIAL_SUMS * num_classes)
-    return jnp.sum(sums.reshape((_PARTIAL_SUMS, num_classes)), axis=0)
+    return jnp.sum(sums.reshape((_PARTIAL_SUMS, num_classes)), axis=0) / counts.class_sizes
 
 
 def _check_recall(recall):
