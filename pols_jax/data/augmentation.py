@@ -42,7 +42,6 @@ def augment_glyphs(
     num_noise_words = -(-height * width * channels // 4)
     # One draw of all random bits per example: 6 words of geometry and strength, then four noise bytes a word.
     words = jax.vmap(lambda key: jax.random.bits(key, (6 + num_noise_words,), jnp.uint32))(keys)
-    words = jax.lax.optimization_barrier(words)
     angle, log_scale_y, log_scale_x, shift_y, shift_x, strength = _uniform(words[:, :6]).T
     matrix, offset = _inverse_affine(
         angle=angle * max_rotation,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from pols_jax.data.dataset import ArraySplit, Batch
+from pols_jax.data.dataset import ArraySplit, Batch, scale_pixels
 from pols_jax.data.sampling import rows_per_shard
 
 
@@ -44,8 +44,7 @@ def padded_batch(
     """
     num_real = len(labels)
     image = np.zeros((rows, *images.shape[1:]), np.float32)
-    np.divide(images, np.float32(127.5), out=image[:num_real])
-    image[:num_real] -= 1
+    image[:num_real] = scale_pixels(images)
     label = np.zeros(rows, np.int32)
     label[:num_real] = labels
     return Batch(image=image, label=label, mask=np.arange(rows) < num_real)
