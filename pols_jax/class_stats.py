@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pols_jax.precision import accumulation_dtype
+
 
 class LogSumExp(NamedTuple):
     """The logarithm of a sum of exponentials, as the two parts ``peak + log_sum``.
@@ -72,9 +74,10 @@ class DenseStats:
     """
 
     def __init__(self, logits: Float[Array, "*batch classes"], labels: Int[Array, "*batch"]):
-        self._logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        self._logits = logits.astype(accumulation_dtype(logits))
         # An index past the end reads NaN. A negative one would count from the end, so it is moved there.
-        self._labels = jnp.where(labels < 0, logits.shape[-1], labels.astype(jnp.int32))
+        labels = labels.astype(jnp.int32)
+        self._labels = jnp.where(labels < 0, logits.shape[-1], labels)
         self.true = _at(self._logits, self._labels)
 
     def logsumexp(self) -> LogSumExp:
@@ -87,7 +90,7 @@ class DenseStats:
 
         The most negative number of the dtype where there is no false class.
         """
-        place = jnp.argmax(lax.stop_gradient(self._false_logits()), axis=-1)
+        place = lax.argmax(lax.stop_gradient(self._false_logits()), self._logits.ndim - 1, jnp.int32)
         largest = _at(self._logits, place)
         return jnp.where(place == self._labels, jnp.finfo(largest.dtype).min, largest)
 

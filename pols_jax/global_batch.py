@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pols_jax.class_stats import LogSumExp
@@ -43,9 +44,9 @@ class GlobalBatch(NamedTuple):
             raise ValueError(f"where must have the shape of labels, {labels.shape}, got shape {where.shape}.")
         return cls(where, axis_name)
 
-    def size(self) -> Float[Array, ""]:
+    def size(self, dtype: DTypeLike) -> Float[Array, ""]:
         """The number of real examples; 1 if there are none, so that it can be divided by."""
-        return jnp.maximum(self._count(), 1.0)
+        return jnp.maximum(self._count(dtype), 1.0)
 
     def sum(self, values: Float[Array, "*batch"]) -> Float[Array, ""]:
         """The sum over the real examples."""
@@ -53,37 +54,37 @@ class GlobalBatch(NamedTuple):
 
     def mean(self, values: Float[Array, "*batch"]) -> Float[Array, ""]:
         """The mean over the real examples; 0 if there are none."""
-        return self.sum(values) / self.size().astype(values.dtype)
+        return self.sum(values) / self.size(values.dtype)
 
     def max(self, values: Float[Array, "*batch"]) -> Float[Array, ""]:
         """The maximum over the real examples, the most negative number if there are none.
 
         Its gradient goes to the largest values, in equal shares. (``lax.pmax`` by itself has no gradient.)
         """
-        lowest = jnp.finfo(values.dtype).min
-        values = jnp.where(self.where, values, lowest)
+        values = jnp.where(self.where, values, jnp.finfo(values.dtype).min)
         fixed = lax.stop_gradient(values)
         largest = self._max_over_devices(fixed)
-        is_largest = (fixed == largest) & self.where
-        share = is_largest / jnp.maximum(self._over_devices(jnp.sum(is_largest)), 1)
-        return largest + self._over_devices(jnp.sum(share.astype(values.dtype) * (values - fixed)))
+        is_largest = ((fixed == largest) & self.where).astype(values.dtype)
+        share = is_largest / jnp.maximum(self._over_devices(jnp.sum(is_largest)), 1.0)
+        return largest + self._over_devices(jnp.sum(share * (values - fixed)))
 
     def min(self, values: Float[Array, "*batch"]) -> Float[Array, ""]:
         """The minimum over the real examples, see `max`."""
         return -self.max(-values)
 
-    def logsumexp(self, parts: LogSumExp) -> LogSumExp:
-        """The logsumexp over the real examples, from that of each; ``(0, 0)`` if there are none."""
+    def logmeanexp(self, parts: LogSumExp) -> LogSumExp:
+        """The logarithm of the mean of ``exp`` over the real examples, in two parts; ``(0, 0)`` if there are none."""
         lowest = jnp.finfo(parts.peak.dtype).min
         peak = self._max_over_devices(jnp.where(self.where, parts.peak, lowest))
-        peak = jnp.where(self._count() > 0, peak, 0.0)
+        any_real = self._count(peak.dtype) > 0
+        peak = jnp.where(any_real, peak, 0.0)
         # The mask goes inside the exponential: outside it, an overflow in a masked row would have a NaN gradient.
         exponents = jnp.where(self.where, (parts.peak - peak) + parts.log_sum, lowest)
-        total = self.sum(jnp.exp(exponents))
-        return LogSumExp(peak, jnp.log(jnp.where(self._count() > 0, total, 1.0)))
+        mean = self.mean(jnp.exp(exponents))
+        return LogSumExp(peak, jnp.log(jnp.where(any_real, mean, 1.0)))
 
-    def _count(self):
-        return self._over_devices(jnp.sum(self.where.astype(jnp.float32)))
+    def _count(self, dtype):
+        return self._over_devices(jnp.sum(self.where.astype(dtype)))
 
     def _over_devices(self, total):
         return total if self.axis_name is None else lax.psum(total, self.axis_name)

@@ -8,11 +8,14 @@ import math
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
+
+from pols_jax.precision import accumulation_dtype
 
 # Up to this many examples the product is formed as kernel @ features.T, see `all_logits`.
 _FEW_EXAMPLES = 32
@@ -49,7 +52,7 @@ def all_logits(
     """
     features, kernel, bias = jnp.asarray(features), jnp.asarray(kernel), jnp.asarray(bias)
     _check_head(features, kernel, bias)
-    dtype = jnp.promote_types(jnp.result_type(features, kernel, bias), jnp.float32)
+    dtype = accumulation_dtype(features, kernel, bias)
     batch_shape = features.shape[:-1]
     rows = features.reshape((-1, features.shape[-1]))
     if rows.shape[0] > _FEW_EXAMPLES:
@@ -84,7 +87,7 @@ def class_logits(
 
     Raises:
       TypeError: if an argument has the wrong dtype.
-      ValueError: if the shapes do not fit, or if an id that is known while tracing (a Python or NumPy integer) is
+      ValueError: if the shapes do not fit, or if an id that is known while tracing (Python or NumPy integers) is
         outside ``[0, k)``.
 
     Examples:
@@ -147,8 +150,8 @@ class ClassHead(nn.Module):
     Attributes:
       num_classes: The number of classes k.
       bias_start: The value every bias starts from; `prior_bias` for sigmoid-type losses at large k.
-      dtype: The dtype of the product (bfloat16 for mixed precision); the parameters' own if None. Logits are float32
-        or wider in either case.
+      dtype: The dtype that features and kernel are multiplied in (bfloat16 for mixed precision); their own if None.
+        Logits are float32 or wider in either case.
       param_dtype: The dtype the parameters are stored in.
 
     Examples:
@@ -190,8 +193,9 @@ class ClassHead(nn.Module):
 
     def _in_compute_dtype(self, features):
         kernel, bias = self.parameters(features.shape[-1])
-        dtype = self.dtype or jnp.promote_types(features.dtype, self.param_dtype)
-        return features.astype(dtype), kernel.astype(dtype), bias
+        if self.dtype is None:
+            return features, kernel, bias
+        return features.astype(self.dtype), kernel.astype(self.dtype), bias
 
 
 def _contract(left, right, dtype):
@@ -218,7 +222,7 @@ def _check_head(features, kernel, bias):
 
 def _check_known_ids(class_ids, num_classes):
     """Raises for ids that can be checked without waiting for a device."""
-    if not isinstance(class_ids, int | np.integer | np.ndarray):
+    if isinstance(class_ids, jax.Array):
         return
     ids = np.asarray(class_ids)
     if not np.issubdtype(ids.dtype, np.integer):

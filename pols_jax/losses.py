@@ -41,6 +41,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pols_jax.checks import check_logits_and_labels, check_noise_probs, check_positive
 from pols_jax.class_stats import ClassStats, DenseStats
 from pols_jax.global_batch import AxisName, GlobalBatch
+from pols_jax.precision import accumulation_dtype
 
 
 def cross_entropy(
@@ -167,27 +168,25 @@ def noise_contrastive_estimation(
       Array([3.5671], dtype=float32)
     """
     logits, labels = check_logits_and_labels(logits, labels)
-    log_counts, noise_probs = expected_noise(logits.shape[-1], num_noise=num_noise, noise_probs=noise_probs)
-    dtype = jnp.promote_types(logits.dtype, jnp.float32)
+    counts, log_counts = expected_noise(logits.shape[-1], num_noise=num_noise, noise_probs=noise_probs)
+    dtype = accumulation_dtype(logits)
     scores = logits.astype(dtype) - jnp.broadcast_to(log_counts.astype(dtype), logits.shape)
-    return noise_contrastive_estimation_formula(
-        DenseStats(scores, labels), num_noise=num_noise, noise_probs=noise_probs
-    )
+    return noise_contrastive_estimation_formula(DenseStats(scores, labels), noise_counts=counts)
 
 
 def noise_contrastive_estimation_formula(
-    s: ClassStats, *, num_noise: ArrayLike, noise_probs: Float[Array, " classes"]
+    s: ClassStats, *, noise_counts: Float[Array, " classes"]
 ) -> Float[Array, "..."]:
-    """`noise_contrastive_estimation`, from statistics of the scores ``s_j = z_j - log(t q_j)``."""
-    return jax.nn.softplus(-s.true) + num_noise * s.softplus_sum(weights=noise_probs)
+    """`noise_contrastive_estimation`, from the counts ``t q_j`` and statistics of ``s_j = z_j - log(t q_j)``."""
+    return jax.nn.softplus(-s.true) + s.softplus_sum(weights=noise_counts)
 
 
 def expected_noise(
     num_classes: int, *, num_noise: ArrayLike, noise_probs: Float[ArrayLike, " classes"] | None = None
 ) -> tuple[Float[Array, " classes"], Float[Array, " classes"]]:
-    """Returns ``log(t q)`` and ``q``, both of shape ``[k]``, for `noise_contrastive_estimation`.
+    """Returns how often each class is expected among the noise, and the logarithm, for `noise_contrastive_estimation`.
 
-    A class that is never noise (``q_j = 0``) contributes nothing; its logarithm is a large negative number instead
+    A class that is never noise (``q_j = 0``) contributes nothing; the logarithm of its count is a large negative number instead
     of minus infinity, so that no product of zero and infinity arises.
 
     Args:
@@ -196,23 +195,25 @@ def expected_noise(
       noise_probs: The distribution q, shape ``[k]``; uniform if None.
 
     Returns:
-      ``log(t q)`` and ``q``.
+      The counts ``t q`` and their logarithms, both of shape ``[k]``.
 
     Raises:
       ValueError: if ``num_noise`` is not positive, or ``noise_probs`` is not a distribution over the k classes.
 
     Examples:
-      >>> expected_noise(4, num_noise=4)
-      (Array([0., 0., 0., 0.], dtype=float32), Array([0.25, 0.25, 0.25, 0.25], dtype=float32))
+      >>> counts, log_counts = expected_noise(4, num_noise=4)
+      >>> counts.tolist(), log_counts.tolist()
+      ([1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0])
     """
     check_positive("num_noise", num_noise)
     if noise_probs is None:
         noise_probs = jnp.full((num_classes,), 1.0 / num_classes, dtype=float)
     else:
         noise_probs = check_noise_probs(noise_probs, num_classes)
-    never = noise_probs == 0
-    log_counts = jnp.log(num_noise * jnp.where(never, 1.0, noise_probs))
-    return jnp.where(never, -1e30, log_counts), noise_probs
+    dtype = accumulation_dtype(noise_probs)
+    counts = jnp.asarray(num_noise).astype(dtype) * noise_probs.astype(dtype)
+    never = counts == 0
+    return counts, jnp.where(never, -1e30, jnp.log(jnp.where(never, 1.0, counts)))
 
 
 def binary_cross_entropy(
@@ -253,7 +254,7 @@ def batch_cross_entropy(
 ) -> Float[Array, ""]:
     r"""Computes the batch cross-entropy: one softmax over all logits of the batch (Definition 2). Aligned.
 
-    .. math:: L(B) = \mathrm{KL}(P_B \| Q_B) = \log \sum_{i,j} e^{z_{ij}} - \frac1m \sum_i z_{i y_i} - \log m
+    .. math:: L(B) = \mathrm{KL}(P_B \| Q_B) = \log \Big(\frac1m \sum_{i,j} e^{z_{ij}}\Big) - \frac1m \sum_i z_{i y_i}
 
     where :math:`P_B` is 1/m on each true entry and :math:`Q_B` is the softmax over all m k logits. The closed form needs
     no epsilon, and its minimum is 0.
@@ -278,13 +279,13 @@ def batch_cross_entropy(
     """
     logits, labels = check_logits_and_labels(logits, labels, rank=2)
     batch = GlobalBatch.of(labels, where, axis_name)
-    return batch_cross_entropy_formula(DenseStats(*_without_padding(logits, labels, where)), batch)
+    return batch_cross_entropy_formula(DenseStats(*_without_padding(logits, labels, batch)), batch)
 
 
 def batch_cross_entropy_formula(z: ClassStats, batch: GlobalBatch) -> Float[Array, ""]:
     """`batch_cross_entropy`, from class statistics."""
-    peak, log_sum = batch.logsumexp(z.logsumexp())
-    return batch.mean(peak - z.true) + log_sum - jnp.log(batch.size())
+    peak, log_mean = batch.logmeanexp(z.logsumexp())
+    return batch.mean(peak - z.true) + log_mean
 
 
 def batch_max_margin(
@@ -319,7 +320,7 @@ def batch_max_margin(
     """
     logits, labels = check_logits_and_labels(logits, labels, rank=2)
     batch = GlobalBatch.of(labels, where, axis_name)
-    z = DenseStats(*_without_padding(logits, labels, where))
+    z = DenseStats(*_without_padding(logits, labels, batch))
     return batch_max_margin_formula(z, batch, margin=margin)
 
 
@@ -328,7 +329,7 @@ def batch_max_margin_formula(
 ) -> Float[Array, ""]:
     """`batch_max_margin`, from class statistics."""
     over_batch = jax.nn.relu(margin - batch.min(z.true) + batch.max(z.max_false()))
-    return over_batch / batch.size() + batch.mean(max_margin_formula(z, margin=margin))
+    return over_batch / batch.size(over_batch.dtype) + batch.mean(max_margin_formula(z, margin=margin))
 
 
 LOSSES: Mapping[str, Callable[..., Array]] = MappingProxyType(
@@ -405,7 +406,7 @@ def make_loss(name: str, **hyperparameters: Any) -> MeanLoss:
             return loss(logits, labels, where=where, axis_name=axis_name, **hyperparameters)
         logits, labels = check_logits_and_labels(logits, labels)
         batch = GlobalBatch.of(labels, where, axis_name)
-        return batch.mean(loss(*_without_padding(logits, labels, where), **hyperparameters))
+        return batch.mean(loss(*_without_padding(logits, labels, batch), **hyperparameters))
 
     return mean_loss
 
@@ -414,11 +415,9 @@ def _dense(logits, labels) -> DenseStats:
     return DenseStats(*check_logits_and_labels(logits, labels))
 
 
-def _without_padding(logits, labels, where):
+def _without_padding(logits, labels, batch: GlobalBatch):
     """Replaces the rows that are not real by zeros, so that not even a NaN in them reaches a gradient."""
-    if where is None:
-        return logits, labels
-    return jnp.where(where[..., None], logits, 0.0), jnp.where(where, labels, 0)
+    return jnp.where(batch.where[..., None], logits, 0.0), jnp.where(batch.where, labels, 0)
 
 
 def _check_hyperparameters(loss, given):

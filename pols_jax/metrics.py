@@ -173,11 +173,11 @@ class _Counts(NamedTuple):
 
     def precision(self) -> Float[Array, " examples"]:
         """The precision at each threshold; 1 where nothing passes, the start of the curve."""
-        return jnp.where(self.examples > 0, self.positives / jnp.maximum(self.examples, 1), 1.0)
+        return jnp.where(self.examples > 0, _ratio(self.positives, jnp.maximum(self.examples, 1)), 1.0)
 
 
 def _counts(scores, labels, compare: Callable = operator.ge) -> _Counts:
-    return _count_all(*check_logits_and_labels(scores, labels, rank=2), compare=compare)
+    return _count_all(*check_logits_and_labels(scores, labels, rank=2, name="scores"), compare=compare)
 
 
 @functools.partial(jax.jit, static_argnames="compare")
@@ -207,12 +207,12 @@ def _precision_at_recall(counts: _Counts, recall):
         jax.ops.segment_min(jnp.where(reaches, count, none), counts.labels, len(counts.class_sizes))
         for count in (counts.positives, counts.examples)
     )
-    return jnp.where(counts.class_sizes > 0, positives / examples, jnp.nan)
+    return jnp.where(counts.class_sizes > 0, _ratio(positives, examples), jnp.nan)
 
 
 def _reaches(counts: _Counts, recall):
     """Which examples' scores, as the threshold, recall enough of their class."""
-    return counts.positives / counts.class_sizes[counts.labels] >= recall
+    return _ratio(counts.positives, counts.class_sizes[counts.labels]) >= recall
 
 
 def _class_means(values, counts: _Counts):
@@ -220,7 +220,12 @@ def _class_means(values, counts: _Counts):
     partial = jnp.arange(values.shape[0], dtype=jnp.int32) % _PARTIAL_SUMS
     places = jnp.where(counts.labels < 0, -1, counts.labels + num_classes * partial)
     sums = jax.ops.segment_sum(values, places, _PARTIAL_SUMS * num_classes)
-    return jnp.sum(sums.reshape((_PARTIAL_SUMS, num_classes)), axis=0) / counts.class_sizes
+    totals = jnp.sum(sums.reshape((_PARTIAL_SUMS, num_classes)), axis=0)
+    return totals / counts.class_sizes.astype(totals.dtype)
+
+
+def _ratio(counts, of_counts):
+    return counts.astype(jnp.float32) / of_counts.astype(jnp.float32)
 
 
 def _check_recall(recall):
