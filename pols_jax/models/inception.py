@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from pols_jax.models.backbone import Backbone, ConvNorm, check_images, scaled
@@ -96,7 +97,7 @@ class InceptionV3(Backbone):
             x = mixed(x, f"stage2_block{index}", _block_c(inner_features))
         auxiliary_features = None
         if branch_off:
-            side = nn.avg_pool(x, (5, 5), strides=(3, 3))
+            side = _average_pool(x, size=5, stride=3, padding="VALID")
             side = conv(side, "auxiliary1", 128, 1)
             side = conv(side, "auxiliary2", 768, 5)
             auxiliary_features = jnp.mean(side, axis=(1, 2))
@@ -126,9 +127,10 @@ class _Fork(NamedTuple):
 _Branch = tuple[_Conv | _Fork | Callable[[Array], Array], ...]
 
 
-def _average_pool(x):
+def _average_pool(x, size=3, stride=1, padding="SAME"):
     # The zeros of the padding count, as in torchvision.
-    return nn.avg_pool(x, (3, 3), padding="SAME")
+    total = nn.pool(x, 0.0, lax.add, (size, size), (stride, stride), padding)
+    return total / size**2
 
 
 def _max_pool(x):
