@@ -21,6 +21,9 @@ Augment: TypeAlias = Callable[
 EncodedImage: TypeAlias = str | bytes
 """The path of an image file, or the contents of one."""
 
+DEFAULT_MAX_BYTES = 2 * 2**30
+"""Data sets whose decoded images are larger are streamed: what a small accelerator can hold beside a network."""
+
 
 class DataError(ValueError):
     """The data that was asked for cannot be had; the message says why and what to do."""

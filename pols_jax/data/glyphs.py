@@ -36,7 +36,7 @@ def load_glyphs(
     train_faces: Sequence[str] = (),
     validation_faces: Sequence[str] = (),
     test_faces: Sequence[str] = (),
-    size: int = 32,
+    image_size: int = 32,
     max_classes: int | None = None,
 ) -> Dataset:
     """Draw the characters that all faces have.
@@ -48,17 +48,17 @@ def load_glyphs(
             three splits or of none; faces in no split are not used.
         validation_faces: Names or patterns of the faces to validate with.
         test_faces: Names or patterns of the faces to test with.
-        size: Height and width of the bitmaps in pixels.
+        image_size: Height and width of the bitmaps in pixels.
         max_classes: Keep this many classes: a fixed random choice, and a smaller choice is part of a larger one.
 
     Returns:
-        The data set; images are [size, size, 1], ink 255 on 0.
+        The data set; images are [image_size, image_size, 1], ink 255 on 0.
 
     >>> load_glyphs(characters="0030-0039").class_names[:2]
     ('DIGIT ZERO', 'DIGIT ONE')
     """
-    if size < 8:
-        raise DataError(f"glyphs of size {size} are not legible: ask for at least 8 pixels")
+    if image_size < 8:
+        raise DataError(f"glyphs of {image_size} pixels are not legible: ask for at least 8")
     faces_of_split = _split_faces(
         read_faces(fonts or dejavu_paths()),
         {"train": train_faces, "validation": validation_faces, "test": test_faces},
@@ -71,16 +71,16 @@ def load_glyphs(
         "format": 1,
         "faces": [[face.name, face.index, face.sha256] for face in used],
         "characters": common,
-        "size": size,
+        "image_size": image_size,
         "pillow": PIL.__version__,
         "freetype": PIL.features.version("freetype2"),
     }
     cached = array_cache.cached_arrays(
         f"glyphs-{array_cache.fingerprint(drawing)}",
-        lambda: _draw_classes(used, common, size),
+        lambda: _draw_classes(used, common, image_size),
         [array_cache.user_cache_dir()],
     )
-    bitmaps, code_points = cached["bitmaps"], cached["code_points"]  # [faces, classes, size, size], [classes]
+    bitmaps, code_points = cached["bitmaps"], cached["code_points"]  # [faces, classes, h, w], [classes]
     if len(code_points) < 2:
         raise DataError(
             f"only {len(code_points)} characters leave ink in every face: choose other characters"
@@ -94,11 +94,11 @@ def load_glyphs(
         drawn = bitmaps[first : first + len(split_faces)]
         first += len(split_faces)
         labels = np.tile(np.arange(len(code_points), dtype=np.int32), len(split_faces))
-        splits[split] = ArraySplit(images=drawn.reshape(-1, size, size, 1), labels=labels)
+        splits[split] = ArraySplit(images=drawn.reshape(-1, image_size, image_size, 1), labels=labels)
     return Dataset(
         name="glyphs",
         class_names=tuple(character_name(code_point) for code_point in code_points.tolist()),
-        image_shape=(size, size, 1),
+        image_shape=(image_size, image_size, 1),
         provenance={
             "fonts": {f"{face.path.name}#{face.index}": face.sha256 for face in used},
             "faces": {
