@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 import grain
 import jax
 import numpy as np
+from absl import flags
 from jaxtyping import Bool, Int, UInt8
 
-from pols_jax.data.dataset import Batch, DataWarning, Split, StreamSplit, scale_pixels
+from pols_jax.data.dataset import ArraySplit, Batch, DataWarning, Split, StreamSplit, scale_pixels
 from pols_jax.data.images import ImageError, decode_image, decode_random_crop
 from pols_jax.data.sampling import StepRows, rows_per_shard, step_rows
 
@@ -47,13 +48,13 @@ def evaluation_batches(
     """
     plan = _InOrder(len(split), batch_size, process_index, process_count)
     num_batches = -(-len(split) // batch_size)
-    if isinstance(split, StreamSplit):
+    if isinstance(split, ArraySplit):
+        for i in range(num_batches):
+            rows = plan(i)
+            image = scale_pixels(split.images[rows.example])
+            yield Batch(image=image, label=np.where(rows.mask, split.labels[rows.example], 0), mask=rows.mask)
+    else:
         yield from _streamed(_BatchReader(split, plan), range(num_batches), num_workers)
-        return
-    for i in range(num_batches):
-        rows = plan(i)
-        image = scale_pixels(split.images[rows.example])
-        yield Batch(image=image, label=np.where(rows.mask, split.labels[rows.example], 0), mask=rows.mask)
 
 
 def stream_batches(
@@ -204,6 +205,8 @@ def _streamed(read: _BatchReader, steps: range, num_workers: int) -> Iterator[Ba
         .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
     )
     if num_workers:
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()  # grain reads its absl flags, which only absl's own main would parse
         options = grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=2)
         batches = batches.mp_prefetch(options)
     reported: set[str] = set()
