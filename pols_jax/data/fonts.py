@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import io
+import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,13 @@ from PIL import ImageFont
 from pols_jax.data.dataset import DataError
 
 _TEXT_SIZE = 0.7  # em size as a share of the bitmap: nearly every character of DejaVu and Noto CJK fits
+_FONT_ERRORS = (
+    TTLibError,
+    KeyError,
+    AssertionError,
+    ValueError,
+    struct.error,
+)  # what fontTools raises for others
 _MARGIN = 1 / 16  # free border on each side as a share of the bitmap
 
 
@@ -27,14 +35,12 @@ class Face:
         name: Family and style, as in "DejaVu Sans Bold".
         path: The font file.
         index: Which face of a collection; 0 for a plain font file.
-        characters: Code points that the face has a glyph for.
         sha256: Hash of the font file.
     """
 
     name: str
     path: Path
     index: int
-    characters: frozenset[int]
     sha256: str
 
 
@@ -88,12 +94,25 @@ def _faces_of(path: Path) -> list[Face]:
                 for typographic, legacy in ((16, 1), (17, 2))
             )
             name = family if style in ("Regular", "Book", "") else f"{family} {style}"
-            faces.append(Face(name or path.stem, path, index, frozenset(font.getBestCmap() or ()), sha256))
+            faces.append(Face(name or path.stem, path, index, sha256))
         return faces
     except OSError as error:
         raise DataError(f"the font {path} cannot be opened: {error.strerror or error}") from error
-    except (TTLibError, KeyError, AssertionError, ValueError) as error:
+    except _FONT_ERRORS as error:
         raise DataError(f"the font {path} cannot be read as TrueType or OpenType: {error}") from error
+
+
+def characters_of(face: Face) -> frozenset[int]:
+    """The code points that a face has a glyph for.
+
+    >>> ord("A") in characters_of(read_faces(dejavu_paths()[:1])[0])
+    True
+    """
+    try:
+        with TTFont(face.path, fontNumber=face.index, lazy=True) as font:
+            return frozenset(font.getBestCmap() or ())
+    except _FONT_ERRORS as error:
+        raise DataError(f"the characters of the font {face.path} cannot be read: {error}") from error
 
 
 def render(face: Face, characters: Sequence[int], size: int) -> UInt8[np.ndarray, "characters size size"]:

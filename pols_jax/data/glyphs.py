@@ -19,7 +19,7 @@ from jaxtyping import Int
 from pols_jax.data import array_cache
 from pols_jax.data.augmentation import augment_glyphs
 from pols_jax.data.dataset import ArraySplit, DataError, Dataset
-from pols_jax.data.fonts import Face, dejavu_paths, read_faces, render
+from pols_jax.data.fonts import Face, characters_of, dejavu_paths, read_faces, render
 
 # One test face per family, each in another style; every style is seen in training in another family, and every
 # family in at least two other styles. So the test varies family, weight and slant, and no axis is extrapolated.
@@ -203,7 +203,9 @@ def _matching_faces(faces: Sequence[Face], patterns: Sequence[str]) -> list[Face
 
 def _common_characters(faces: Sequence[Face], wanted: frozenset[int] | None) -> list[int]:
     """The code points that every face has, in order."""
-    available = {face.name: face.characters if wanted is None else face.characters & wanted for face in faces}
+    available = {face.name: characters_of(face) for face in faces}
+    if wanted is not None:
+        available = {name: characters & wanted for name, characters in available.items()}
     common = frozenset.intersection(*available.values())
     if len(common) < 2:
         poorest = min(available, key=lambda name: len(available[name]))
