@@ -27,7 +27,6 @@ Reference: Keren, Sabato and Schuller, *Fast Single-Class Classification and the
 Equation and section numbers below are that paper's.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -38,7 +37,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from pols_jax.checks import check_logits_and_labels, check_noise_probs, check_positive
+from pols_jax.checks import check_logits_and_labels, check_noise_probs, check_positive, unknown_name
 from pols_jax.class_stats import ClassStats, DenseStats
 from pols_jax.global_batch import AxisName, GlobalBatch
 from pols_jax.precision import accumulation_dtype
@@ -395,8 +394,7 @@ def make_loss(name: str, **hyperparameters: Any) -> MeanLoss:
       1.5
     """
     if name not in LOSSES:
-        near = difflib.get_close_matches(name, LOSSES, n=3, cutoff=0.4)
-        raise ValueError(f"There is no loss named {name!r}; did you mean {' or '.join(near or LOSSES)}?")
+        raise ValueError(unknown_name("loss", name, LOSSES))
     loss = LOSSES[name]
     _check_hyperparameters(loss, hyperparameters)
     is_batch_loss = "where" in inspect.signature(loss).parameters

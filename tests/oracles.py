@@ -2,8 +2,8 @@
 
 Written from the formulas of the paper alone and sharing no code with the library: one loop over examples, one over classes,
 nothing vectorised, nothing clever. `z[i, j]` is the logit of class `j` for example `i`, `y[i]` the true class.
-Every `*_value` returns the mean loss of the batch, every `*_gradient` its derivative with respect to `z`.
-Gradients are worked out by hand; `central_difference` checks them in turn.
+A loss returns one value per example, or one per batch; its `*_gradient` is the derivative of the mean with respect to `z`,
+worked out by hand, and `central_difference` checks it in turn.
 """
 
 import math
@@ -163,7 +163,7 @@ def batch_max_margin_gradient(z, y, margin=1.0):
 
 
 class Oracle(NamedTuple):
-    """A loss, its gradient, and the hyper-parameters both take."""
+    """A loss (one value per example, or one per batch) and the gradient of its mean; both take the hyper-parameters."""
 
     loss: Callable
     gradient: Callable
@@ -173,11 +173,33 @@ ORACLES = {
     "cross_entropy": Oracle(cross_entropy, cross_entropy_gradient),
     "max_margin": Oracle(max_margin, max_margin_gradient),
     "self_normalization": Oracle(self_normalization, self_normalization_gradient),
-    "noise_contrastive_estimation": Oracle(noise_contrastive_estimation, noise_contrastive_estimation_gradient),
+    "noise_contrastive_estimation": Oracle(
+        noise_contrastive_estimation, noise_contrastive_estimation_gradient
+    ),
     "binary_cross_entropy": Oracle(binary_cross_entropy, binary_cross_entropy_gradient),
     "batch_cross_entropy": Oracle(batch_cross_entropy, batch_cross_entropy_gradient),
     "batch_max_margin": Oracle(batch_max_margin, batch_max_margin_gradient),
 }
+
+
+# Each loss with the hyper-parameters that the suites run it with, for five classes.
+CASES = (
+    ("cross_entropy", {}),
+    ("max_margin", {}),
+    ("max_margin", {"margin": 0.5}),
+    ("self_normalization", {}),
+    ("self_normalization", {"alpha": 0.75}),
+    ("noise_contrastive_estimation", {"num_noise": 3}),
+    (
+        "noise_contrastive_estimation",
+        {"num_noise": 7.5, "noise_probs": np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32)},
+    ),
+    ("binary_cross_entropy", {}),
+    ("batch_cross_entropy", {}),
+    ("batch_max_margin", {}),
+    ("batch_max_margin", {"margin": 2.0}),
+)
+NUM_CLASSES = 5
 
 
 def value_and_gradient(name: str, logits, labels, where=None, **hyperparameters) -> tuple[float, np.ndarray]:
@@ -192,7 +214,9 @@ def value_and_gradient(name: str, logits, labels, where=None, **hyperparameters)
     return float(np.mean(oracle.loss(z[real], y[real], **hyperparameters))), gradient
 
 
-def central_difference(function: Callable[[np.ndarray], float], z: np.ndarray, step: float = 1e-5) -> np.ndarray:
+def central_difference(
+    function: Callable[[np.ndarray], float], z: np.ndarray, step: float = 1e-5
+) -> np.ndarray:
     """The gradient of `function` at `z` from two evaluations per entry; good to about `step**2`."""
     gradient = np.zeros_like(z)
     for index in np.ndindex(z.shape):

@@ -1,0 +1,460 @@
+"""The seven losses: values and gradients against the oracle, goldens, precision, edge cases and errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+from oracles import CASES, NUM_CLASSES, ORACLES, central_difference, value_and_gradient
+
+from pols_jax import losses
+from pols_jax.losses import ALIGNED, LOSSES, make_loss
+
+every_case = pytest.mark.parametrize(
+    ("name", "hyperparameters"), CASES, ids=lambda value: value if isinstance(value, str) else ",".join(value)
+)
+# One set of hyper-parameters that fits any number of classes.
+ANY_K = {name: {"num_noise": 2} if name == "noise_contrastive_estimation" else {} for name in LOSSES}
+every_loss = pytest.mark.parametrize("name", LOSSES)
+BATCH_LOSSES = ("batch_cross_entropy", "batch_max_margin")
+
+
+def problem(num_examples=7, num_classes=NUM_CLASSES, *, seed=0, scale=3.0):
+    rng = np.random.default_rng(seed)
+    logits = (scale * rng.normal(size=(num_examples, num_classes))).astype(np.float32)
+    return logits, rng.integers(0, num_classes, num_examples, dtype=np.int32)
+
+
+def assert_finite(value, gradient):
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_the_oracles_hand_derived_gradient_is_the_slope_of_its_value(name):
+    hyperparameters = ANY_K[name]
+    logits, labels = problem()
+    logits = logits.astype(np.float64)
+    slope = central_difference(lambda z: value_and_gradient(name, z, labels, **hyperparameters)[0], logits)
+    _, gradient = value_and_gradient(name, logits, labels, **hyperparameters)
+    # Central differences with step 1e-5 are good to 1e-10 in the step and 1e-16 / 1e-5 * |loss| in the rounding.
+    np.testing.assert_allclose(gradient, slope, atol=2e-9)
+
+
+@every_case
+@pytest.mark.parametrize("seed", range(3))
+def test_value_and_gradient_equal_the_oracle_in_float32(name, hyperparameters, seed):
+    logits, labels = problem(seed=seed)
+    value, gradient = jax.value_and_grad(make_loss(name, **hyperparameters))(logits, labels)
+    expected_value, expected_gradient = value_and_gradient(name, logits, labels, **hyperparameters)
+    # A few roundings of float32 (6e-8) on numbers up to about 20.
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected_gradient, atol=2e-6)
+
+
+@every_case
+def test_value_and_gradient_equal_the_oracle_in_float64(name, hyperparameters, x64):
+    logits, labels = problem()
+    logits = logits.astype(np.float64)
+    if "noise_probs" in hyperparameters:
+        hyperparameters = {
+            **hyperparameters,
+            "noise_probs": hyperparameters["noise_probs"].astype(np.float64),
+        }
+    value, gradient = jax.value_and_grad(make_loss(name, **hyperparameters))(logits, labels)
+    assert value.dtype == gradient.dtype == jnp.float64
+    expected_value, expected_gradient = value_and_gradient(name, logits, labels, **hyperparameters)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-14)
+    np.testing.assert_allclose(gradient, expected_gradient, atol=1e-14)
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_logits_are_accumulated_in_float32(name, hyperparameters, dtype):
+    logits, labels = problem(40)
+    logits = jnp.asarray(logits, dtype)
+    value, gradient = jax.value_and_grad(make_loss(name, **hyperparameters))(logits, labels)
+    assert value.dtype == jnp.float32
+    assert gradient.dtype == dtype
+    # The oracle sees the same rounded logits, so that the value has the precision of float32, not of 16 bits.
+    expected_value, expected_gradient = value_and_gradient(
+        name, logits.astype(jnp.float32), labels, **hyperparameters
+    )
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
+    # The gradient is rounded once, on the way out: half a unit in the last place (2^-9 or 2^-12), and float16 loses
+    # digits below its smallest normal number, 6e-5. Where a logit has two gradients (as true logit and among all k)
+    # these are added in float32.
+    np.testing.assert_allclose(gradient.astype(jnp.float32), expected_gradient, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "hyperparameters"), [case for case in CASES if case[0] not in BATCH_LOSSES])
+def test_per_example_losses_take_any_leading_axes_and_give_one_value_each(name, hyperparameters):
+    logits, labels = problem(12)
+    values = LOSSES[name](logits.reshape(3, 2, 2, NUM_CLASSES), labels.reshape(3, 2, 2), **hyperparameters)
+    expected = ORACLES[name].loss(logits.astype(np.float64), labels, **hyperparameters)
+    assert values.shape == (3, 2, 2)
+    np.testing.assert_allclose(values.ravel(), expected, rtol=1e-6)
+    one = LOSSES[name](logits[0], labels[0], **hyperparameters)
+    assert one.shape == ()
+    np.testing.assert_allclose(one, expected[0], rtol=1e-6)
+
+
+def test_goldens_computed_by_hand():
+    logits, labels = jnp.array([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0]]), jnp.array([0, 1])
+    # Row 0: e^2 + e^1 + e^0 = 7.389056 + 2.718282 + 1 = 11.107338, log = 2.407606.
+    # Row 1: e^0 + e^3 + e^1 = 1 + 20.085537 + 2.718282 = 23.803819, log = 3.169846.
+    golden = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    # logZ - z_y: 2.407606 - 2 and 3.169846 - 3.
+    golden(losses.cross_entropy(logits, labels), [0.40760596, 0.16984602])
+    # max(0, margin - z_y + rival): 2 - 2 + 1 = 1 and 2 - 3 + 1 = 0; with margin 1: 0 and max(0, -1) = 0.
+    golden(losses.max_margin(logits, labels, margin=2.0), [1.0, 0.0])
+    golden(losses.max_margin(logits, labels), [0.0, 0.0])
+    # CE + 0.5 * logZ^2: 0.407606 + 0.5 * 5.796566 and 0.169846 + 0.5 * 10.047924.
+    golden(losses.self_normalization(logits, labels, alpha=0.5), [3.30588894, 5.19380782])
+    # t = 3 and q uniform over 3 classes make log(t q) = 0: sp(-z_y) + sum_j sp(z_j), with
+    # sp(0) = 0.693147, sp(1) = 1.313262, sp(2) = 2.126928, sp(3) = 3.048587, sp(-2) = 0.126928, sp(-3) = 0.048587:
+    # 0.126928 + 2.126928 + 1.313262 + 0.693147 and 0.048587 + 0.693147 + 3.048587 + 1.313262.
+    golden(
+        losses.noise_contrastive_estimation(logits, labels, num_noise=3), [4.26026489, 5.10358356], rtol=2e-6
+    )
+    # The same without the true class in the sum: 0.126928 + 1.313262 + 0.693147 and 0.048587 + 0.693147 + 1.313262.
+    golden(losses.binary_cross_entropy(logits, labels), [2.13333688, 2.05499622])
+    # log(11.107338 + 23.803819) - (2 + 3) / 2 - log 2 = 3.552806 - 2.5 - 0.693147.
+    golden(losses.batch_cross_entropy(logits, labels), 0.35965927)
+    # True logits 2 and 3, false ones up to 1: the batch term (1/2) max(0, 2 - 2 + 1) = 0.5, mean max-margin 0.5.
+    golden(losses.batch_max_margin(logits, labels, margin=2.0), 1.0)
+    # With margin 0.5 all is separated by more: 0.
+    golden(losses.batch_max_margin(logits, labels, margin=0.5), 0.0)
+
+
+@pytest.mark.parametrize("name", [n for n in LOSSES if "margin" not in n])
+@pytest.mark.parametrize("modes", ["fwd", "rev"])
+def test_smooth_losses_pass_the_numerical_check_of_first_and_second_derivatives(name, modes, x64):
+    logits, labels = problem(3, 3)
+    loss = make_loss(name, **ANY_K[name])
+    check_grads(lambda z: loss(z, labels), (logits.astype(np.float64),), order=2, modes=[modes])
+
+
+@pytest.mark.parametrize("name", [n for n in LOSSES if "margin" in n])
+def test_margin_losses_pass_the_numerical_check_of_first_derivatives_away_from_their_kinks(name, x64):
+    logits, labels = problem(3, 3)
+    loss = make_loss(name)
+    check_grads(lambda z: loss(z, labels), (logits.astype(np.float64),), order=1)
+
+
+@every_loss
+def test_forward_mode_and_the_hessian_agree_with_reverse_mode(name):
+    logits, labels = problem(3, 4)
+    loss = make_loss(name, **ANY_K[name])
+    direction = jnp.asarray(problem(3, 4, seed=9)[0])
+    _, slope = jax.jvp(lambda z: loss(z, labels), (jnp.asarray(logits),), (direction,))
+    np.testing.assert_allclose(slope, jnp.sum(jax.grad(loss)(logits, labels) * direction), rtol=1e-5)
+    hessian = jax.hessian(loss)(logits, labels).reshape(12, 12)
+    np.testing.assert_allclose(hessian, hessian.T, atol=1e-6)
+    # Every loss is convex in the logits (self-normalisation only where log Z >= 0, as in this problem).
+    assert np.linalg.eigvalsh(np.asarray(hessian, np.float64)).min() > -1e-6
+
+
+@every_case
+def test_padding_changes_neither_value_nor_gradient_whatever_it_holds(name, hyperparameters):
+    logits, labels = problem(7)
+    where = np.array([True, False, True, True, False, True, False])
+    padded_logits = np.where(
+        where[:, None], logits, np.array([np.nan, np.inf, -np.inf, 1e38, np.nan], np.float32)
+    )
+    padded_labels = np.where(where, labels, -1)
+    loss = make_loss(name, **hyperparameters)
+    value, gradient = jax.value_and_grad(loss)(padded_logits, padded_labels, where=where)
+    expected_value, expected_gradient = value_and_gradient(name, logits, labels, where, **hyperparameters)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected_gradient, atol=2e-6)
+    assert (gradient[~where] == 0).all()
+
+
+@every_loss
+def test_a_mask_may_be_a_list_and_may_leave_one_row(name):
+    logits, labels = problem(3)
+    loss = make_loss(name, **ANY_K[name])
+    one_row = loss(logits, labels, where=[False, True, False])
+    np.testing.assert_allclose(one_row, loss(logits[1:2], labels[1:2]), rtol=1e-6)
+
+
+@every_loss
+def test_an_all_masked_batch_gives_zero_and_zero_gradients(name):
+    logits, labels = problem(4)
+    value, gradient = jax.value_and_grad(make_loss(name, **ANY_K[name]))(
+        logits * np.nan, labels, where=np.zeros(4, bool)
+    )
+    assert value == 0
+    assert (gradient == 0).all()
+
+
+@every_loss
+@pytest.mark.parametrize("pattern", ["random signs", "all equal", "true low", "true high", "one huge"])
+def test_values_and_gradients_stay_finite_and_right_for_logits_of_ten_thousand(name, pattern):
+    m, k = 6, 4
+    _, labels = problem(m, k)
+    is_true = labels[:, None] == np.arange(k)
+    logits = {
+        "random signs": 1e4 * np.sign(problem(m, k, seed=3)[0]),
+        "all equal": np.full((m, k), 1e4),
+        "true low": np.where(is_true, -1e4, 1e4),
+        "true high": np.where(is_true, 1e4, -1e4),
+        "one huge": np.where(np.arange(m * k).reshape(m, k) == 5, 1e4, 0.0),
+    }[pattern].astype(np.float32)
+    value, gradient = jax.value_and_grad(make_loss(name, **ANY_K[name]))(logits, labels)
+    assert_finite(value, gradient)
+    expected, _ = value_and_gradient(name, logits, labels, **ANY_K[name])
+    # Small parts beside large ones are kept to the precision of the large ones, and no worse than 1e-3.
+    np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-3)
+
+
+def test_a_small_cross_entropy_survives_beside_logits_of_ten_thousand():
+    logits, labels = np.array([[1e4, 1e4 - 1.0]], np.float32), np.array([0])
+    # log(1 + e^-1) = 0.313262; computed as 10000.313 - 10000 it would be 0.3135 (float32 steps by 0.00098 there).
+    for name in ("cross_entropy", "batch_cross_entropy"):
+        np.testing.assert_allclose(make_loss(name)(logits, labels), 0.31326169, rtol=1e-6)
+
+
+@every_loss
+@pytest.mark.parametrize("shape", [(5, 4), (1, 4), (5, 2), (1, 2), (5, 1), (1, 1)])
+def test_all_equal_logits_have_the_oracles_value_and_gradients_that_are_a_subgradient(name, shape):
+    m, k = shape
+    labels = np.arange(m, dtype=np.int32) % k
+    logits = np.full((m, k), 0.5, np.float32)
+    value, gradient = jax.value_and_grad(make_loss(name, **ANY_K[name]))(logits, labels)
+    expected_value, expected_gradient = value_and_gradient(name, logits, labels, **ANY_K[name])
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6, atol=1e-7)
+    if "margin" not in name:
+        np.testing.assert_allclose(gradient, expected_gradient, atol=1e-6)
+    else:
+        # At a tie any of the tied logits may have the slope, but what true logits lose false logits gain.
+        is_true = labels[:, None] == np.arange(k)
+        total = np.abs(expected_gradient).sum() / 2
+        np.testing.assert_allclose(-gradient[is_true].sum(), total, atol=1e-6)
+        np.testing.assert_allclose(gradient[~is_true].sum(), total, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["max_margin", "batch_max_margin"])
+def test_ties_at_the_maximum_give_a_valid_subgradient_of_a_convex_loss(name):
+    labels = np.array([0, 1, 2])
+    tied = np.array([[1.0, 2.0, 2.0], [2.0, 1.0, 2.0], [2.0, 0.0, 1.0]], np.float32)
+    loss = make_loss(name)
+    value, gradient = jax.value_and_grad(loss)(tied, labels)
+    for seed in range(20):
+        step = problem(3, 3, seed=seed)[0]
+        # A convex function lies above each of its tangents; 1e-5 for rounding of values of about 5.
+        assert loss(tied + step, labels) >= value + np.sum(gradient * step) - 1e-5
+
+
+@every_loss
+@pytest.mark.parametrize("num_classes", [1, 2])
+def test_one_and_two_classes_equal_the_oracle(name, num_classes):
+    logits, labels = problem(5, num_classes)
+    value, gradient = jax.value_and_grad(make_loss(name, **ANY_K[name]))(logits, labels)
+    expected_value, expected_gradient = value_and_gradient(name, logits, labels, **ANY_K[name])
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(gradient, expected_gradient, atol=2e-6)
+
+
+def test_batch_cross_entropy_of_one_example_is_its_cross_entropy():
+    logits, labels = problem(1)
+    value, gradient = jax.value_and_grad(losses.batch_cross_entropy)(logits, labels)
+    expected, expected_gradient = jax.value_and_grad(make_loss("cross_entropy"))(logits, labels)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected_gradient, atol=1e-7)
+
+
+def test_batch_cross_entropy_reaches_its_minimum_of_zero_without_rounding_below_it():
+    labels = np.arange(100) % 10
+    logits = np.where(labels[:, None] == np.arange(10), 50.0, -50.0).astype(np.float32)
+    assert losses.batch_cross_entropy(logits, labels) == 0.0
+
+
+@every_loss
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int32])
+def test_labels_may_be_of_any_integer_dtype(name, dtype):
+    # 200 classes do not fit int8: the number of classes must never be cast to the dtype of the labels.
+    logits = problem(4, 200)[0]
+    labels = np.array([0, 5, 100, 127], dtype)
+    loss = make_loss(name, **ANY_K[name])
+    np.testing.assert_array_equal(loss(logits, labels), loss(logits, labels.astype(np.int32)))
+
+
+@every_loss
+@pytest.mark.parametrize("label", [-1, 5, 2**31 - 1, -(2**31)])
+def test_a_label_out_of_range_gives_nan_and_never_the_loss_of_another_class(name, label):
+    logits, labels = problem(3)
+    labels[1] = label
+    assert np.isnan(make_loss(name, **ANY_K[name])(logits, labels))
+    if name not in BATCH_LOSSES:
+        per_example = LOSSES[name](logits, labels, **ANY_K[name])
+        np.testing.assert_array_equal(np.isnan(per_example), [False, True, False])
+
+
+def test_a_class_that_is_never_noise_is_the_limit_of_a_class_that_is_hardly_ever_noise():
+    logits, labels = problem()
+
+    def loss(rare):
+        noise_probs = np.array([0.5 - rare, 0.25, 0.25, rare / 2, rare / 2], np.float32)
+        return jax.value_and_grad(
+            make_loss("noise_contrastive_estimation", num_noise=4, noise_probs=noise_probs)
+        )(logits, labels)
+
+    never_value, never_gradient = loss(0.0)
+    assert_finite(never_value, never_gradient)
+    assert (never_gradient[:, 3:] == 0).all()
+    # t q log(1 + e^z / (t q)) is of order t q log(1 / (t q)) = 2e-7 here.
+    almost_value, almost_gradient = loss(1e-9)
+    np.testing.assert_allclose(never_value, almost_value, rtol=1e-5)
+    np.testing.assert_allclose(never_gradient, almost_gradient, atol=1e-6)
+
+
+@pytest.mark.parametrize("where_from", ["numpy", "closed over", "traced"])
+def test_noise_probs_may_be_a_constant_or_traced_under_jit(where_from):
+    logits, labels = problem()
+    noise_probs = np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32)
+    on_device = jnp.asarray(noise_probs)
+    if where_from == "traced":
+        value = jax.jit(
+            lambda z, q: losses.noise_contrastive_estimation(z, labels, num_noise=2, noise_probs=q)
+        )(logits, on_device)
+    else:
+        q = noise_probs if where_from == "numpy" else on_device
+        value = jax.jit(lambda z: losses.noise_contrastive_estimation(z, labels, num_noise=2, noise_probs=q))(
+            logits
+        )
+    expected = ORACLES["noise_contrastive_estimation"].loss(logits, labels, 2, noise_probs)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("noise_probs", "error", "message"),
+    [
+        ([0.5, 0.5], ValueError, r"noise_probs must have shape \[5\], got shape \(2,\)"),
+        ([[0.2] * 5], ValueError, r"noise_probs must have shape \[5\], got shape \(1, 5\)"),
+        ([0.2] * 4 + [0.4], ValueError, "noise_probs must sum to one"),
+        ([0.5, 0.5, 0.5, -0.5, 0.0], ValueError, "noise_probs must not be negative"),
+        ([np.nan] * 5, ValueError, "noise_probs must not be negative"),
+        ([1, 0, 0, 0, 0], TypeError, "noise_probs must be floating-point numbers"),
+    ],
+)
+def test_noise_probs_that_are_no_distribution_over_the_classes_are_refused(noise_probs, error, message):
+    logits, labels = problem()
+    with pytest.raises(error, match=message):
+        losses.noise_contrastive_estimation(logits, labels, num_noise=2, noise_probs=np.array(noise_probs))
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("max_margin", "margin"),
+        ("batch_max_margin", "margin"),
+        ("self_normalization", "alpha"),
+        ("noise_contrastive_estimation", "num_noise"),
+    ],
+)
+@pytest.mark.parametrize("value", [0, -1.0, np.float32(-2), float("nan")])
+def test_a_hyper_parameter_that_is_not_positive_is_an_error_that_names_it(name, argument, value):
+    with pytest.raises(ValueError, match=f"{argument} must be positive"):
+        make_loss(name, **{argument: value})(*problem())
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "values"),
+    [
+        ("max_margin", "margin", [0.5, 1.0, 2.0]),
+        ("batch_max_margin", "margin", [0.5, 1.0, 2.0]),
+        ("self_normalization", "alpha", [0.05, 0.1, 1.0]),
+        ("noise_contrastive_estimation", "num_noise", [1.0, 2.0, 10.0]),
+        ("noise_contrastive_estimation", "num_noise", [1, 2, 10]),
+    ],
+)
+def test_hyper_parameters_may_be_traced(name, argument, values):
+    logits, labels = problem()
+    traced = jax.jit(jax.vmap(lambda v: make_loss(name, **{argument: v})(logits, labels)))(jnp.array(values))
+    apart = [value_and_gradient(name, logits, labels, **{argument: value})[0] for value in values]
+    np.testing.assert_allclose(traced, apart, rtol=1e-6)
+
+
+WRONG_INPUTS = [
+    (np.ones((2, 3), np.int32), np.zeros(2, np.int32), TypeError, "logits must be floating-point"),
+    (np.ones((2, 3), np.float32), np.zeros(2, np.float32), TypeError, "labels must be integers"),
+    (np.ones((2, 3), np.float32), np.zeros(2, bool), TypeError, "labels must be integers"),
+    (np.ones((2, 3), np.float32), np.zeros(3, np.int32), ValueError, "labels must have the shape of logits"),
+    (
+        np.ones((2, 3), np.float32),
+        np.zeros((2, 1), np.int32),
+        ValueError,
+        "labels must have the shape of logits",
+    ),
+    (
+        np.ones((2, 3), np.float32),
+        np.zeros((2, 3), np.int32),
+        ValueError,
+        "labels must have the shape of logits",
+    ),
+    (np.ones((2, 0), np.float32), np.zeros(2, np.int32), ValueError, "logits must have shape"),
+    (np.float32(1), np.int32(0), ValueError, "logits must have"),
+]
+
+
+@every_loss
+@pytest.mark.parametrize("form", ["itself", "make_loss"])
+@pytest.mark.parametrize(("logits", "labels", "error", "message"), WRONG_INPUTS)
+def test_wrong_logits_or_labels_are_errors_that_name_the_argument(name, form, logits, labels, error, message):
+    loss = (
+        make_loss(name, **ANY_K[name])
+        if form == "make_loss"
+        else functools.partial(LOSSES[name], **ANY_K[name])
+    )
+    with pytest.raises(error, match=message):
+        loss(logits, labels)
+    with pytest.raises(error, match=message):
+        jax.eval_shape(loss, logits, labels)  # at trace time, before anything is computed
+
+
+@pytest.mark.parametrize("name", BATCH_LOSSES)
+@pytest.mark.parametrize("shape", [(3,), (2, 4, 3)])
+def test_batch_losses_refuse_logits_that_are_not_of_rank_two(name, shape):
+    with pytest.raises(ValueError, match="logits must have 2 axes"):
+        LOSSES[name](np.ones(shape, np.float32), np.zeros(shape[:-1], np.int32))
+
+
+@every_loss
+@pytest.mark.parametrize(
+    ("where", "error", "message"),
+    [
+        (np.ones(2), TypeError, "where must be booleans"),
+        (np.ones(2, np.int32), TypeError, "where must be booleans"),
+        (np.ones(3, bool), ValueError, "where must have the shape of labels"),
+        (np.ones((2, 1), bool), ValueError, "where must have the shape of labels"),
+    ],
+)
+def test_a_wrong_mask_is_an_error_that_names_it(name, where, error, message):
+    with pytest.raises(error, match=message):
+        make_loss(name, **ANY_K[name])(np.ones((2, 3), np.float32), np.zeros(2, np.int32), where=where)
+
+
+def test_make_loss_says_what_is_wrong_with_a_name_or_a_hyper_parameter():
+    with pytest.raises(ValueError, match=r"no loss named 'crossentropy'; did you mean cross_entropy"):
+        make_loss("crossentropy")
+    with pytest.raises(TypeError, match="max_margin has no hyper-parameter 'alpha'; it takes margin"):
+        make_loss("max_margin", alpha=1.0)
+    with pytest.raises(
+        TypeError, match="cross_entropy has no hyper-parameter 'margin'; it takes no hyper-parameters"
+    ):
+        make_loss("cross_entropy", margin=1.0)
+    with pytest.raises(TypeError, match="noise_contrastive_estimation needs the hyper-parameter 'num_noise'"):
+        make_loss("noise_contrastive_estimation")
+    with pytest.raises(TypeError, match="batch_cross_entropy has no hyper-parameter 'where'"):
+        make_loss("batch_cross_entropy", where=None)
+
+
+def test_there_are_seven_losses_named_after_their_functions_and_five_are_aligned():
+    assert tuple(LOSSES) == tuple(ORACLES)
+    assert all(getattr(losses, name) is loss for name, loss in LOSSES.items())
+    assert set(LOSSES) - ALIGNED == {"cross_entropy", "max_margin"}
+    assert len(LOSSES) == 7
