@@ -297,7 +297,7 @@ def _save_args(path, leaf) -> ocp.SaveArgs:
 def _checksums(state) -> dict[str, int]:
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {
-        _name(path): zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+        _name(path): zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
         for path, leaf in leaves
     }
 

@@ -1,0 +1,131 @@
+"""Several runs at once: one per loss, or one per value that is to be chosen on the validation split."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pols_jax.checkpoints import newest_step
+from pols_jax.config import Experiment, RunConfig
+from pols_jax.data import Dataset
+from pols_jax.learning import check_batch_size
+from pols_jax.training import Outcome, RunOptions, check_run_dir, choices_text, fit, write_json
+
+
+class DivergenceError(RuntimeError):
+    """The loss was no longer finite; the message says where, and what is left."""
+
+
+def run_experiment(
+    experiment: Experiment, dataset: Dataset, run_dir: str | Path, *, options: RunOptions | None = None
+) -> list[Outcome]:
+    """Trains every run of an experiment, and chooses the best of each loss on the validation split.
+
+    With one run, ``run_dir`` is its directory; with several, each is a folder of it, and where several values were tried
+    for a loss, ``sweep.json`` says which was chosen and why.
+
+    Args:
+      experiment: What to train.
+      dataset: Its data.
+      run_dir: The directory for everything that is written.
+      options: How to run.
+
+    Returns:
+      The chosen run of each loss, in the order of the paper's tables. A loss whose runs all diverged is left out.
+
+    Raises:
+      DivergenceError: if a run diverged and ``options.on_nan`` says to stop, or if no run is left.
+      ConfigError: as `fit`; all run directories are checked before the first run starts.
+    """
+    options = options or RunOptions()
+    folders = run_folders(experiment, run_dir)
+    check_batch_size(experiment.batch_size, jax.device_count())
+    for folder, config in folders.items():
+        check_run_dir(folder, config, dataset)
+    is_sweep = len(folders) > len(experiment.losses())
+    on_nan = options.on_nan or ("skip-run" if is_sweep else "stop")
+    outcomes = []
+    for folder, config in folders.items():
+        outcome = fit(config, dataset, folder, options=options)
+        if outcome.status == "diverged" and on_nan == "stop":
+            raise DivergenceError(_divergence(outcome))
+        outcomes.append(outcome)
+        if is_sweep and jax.process_index() == 0:
+            write_json(Path(run_dir) / "sweep.json", _sweep_report(outcomes, Path(run_dir)))
+    chosen = [best for loss in experiment.losses() if (best := choose(outcomes, loss)) is not None]
+    if not chosen:
+        raise DivergenceError(" ".join(_divergence(outcome) for outcome in outcomes))
+    return chosen
+
+
+def choose(outcomes: Sequence[Outcome], loss: str) -> Outcome | None:
+    """The run of a loss with the highest validation accuracy; in a tie, the one with the smaller validation loss.
+
+    Examples:
+      >>> def outcome(rate, accuracy):
+      ...     config = RunConfig(loss="max_margin", learning_rate=rate)
+      ...     return Outcome(Path("runs"), config, "finished", 1, {"accuracy": accuracy, "loss": 1.0})
+      >>> choose([outcome(0.1, 0.5), outcome(0.01, 0.9)], "max_margin").config.learning_rate
+      0.01
+    """
+    candidates = [o for o in outcomes if o.config.loss == loss and o.status == "finished"]
+    return max(candidates, key=lambda o: (o.validation["accuracy"], -o.validation["loss"]), default=None)
+
+
+def run_folders(experiment: Experiment, run_dir: str | Path) -> dict[Path, RunConfig]:
+    """The directory of every run of an experiment.
+
+    Examples:
+      >>> [path.name for path in run_folders(Experiment(loss=("all",)), "runs")][:2]
+      ['cross_entropy', 'max_margin']
+      >>> [path.name for path in run_folders(Experiment(loss=("max_margin",), margin=(1.0, 2.0)), "runs")]
+      ['max_margin-lr0.002-margin1', 'max_margin-lr0.002-margin2']
+    """
+    run_dir, runs = Path(run_dir), experiment.runs()
+    if len(runs) == 1:
+        return {run_dir: runs[0]}
+    is_sweep = len(runs) > len(experiment.losses())
+    return {run_dir / (_sweep_name(run) if is_sweep else run.loss): run for run in runs}
+
+
+def _sweep_report(outcomes: Sequence[Outcome], run_dir: Path) -> dict[str, Any]:
+    """What ``sweep.json`` says."""
+    report = {}
+    for loss in dict.fromkeys(outcome.config.loss for outcome in outcomes):
+        best = choose(outcomes, loss)
+        runs = [
+            {
+                "run": str(outcome.run_dir.relative_to(run_dir)),
+                "learning_rate": outcome.config.learning_rate,
+                **outcome.config.loss_options(),
+                "status": outcome.status,
+                "step": outcome.step,
+                "validation": outcome.validation,
+            }
+            for outcome in outcomes
+            if outcome.config.loss == loss
+        ]
+        if best is None:
+            report[loss] = {"chosen": None, "why": "Every run diverged.", "runs": runs}
+            continue
+        why = (
+            f"The highest validation accuracy, {best.validation['accuracy']:.4f}, of {len(runs)} runs; in a tie the "
+            "smaller validation loss."
+        )
+        report[loss] = {"chosen": str(best.run_dir.relative_to(run_dir)), "why": why, "runs": runs}
+    return report
+
+
+def _divergence(outcome: Outcome) -> str:
+    newest = newest_step(outcome.run_dir)
+    left = "no checkpoint was saved before" if newest is None else f"the last good checkpoint is {newest}"
+    rate = outcome.config.learning_rate
+    return (
+        f"The loss of {outcome.run_dir} was no longer finite at step {outcome.step}, with learning rate {rate:g}; "
+        f"{left}. Try a smaller --learning-rate."
+    )
+
+
+def _sweep_name(config: RunConfig) -> str:
+    return "-".join([config.loss, *choices_text(config, separator="")])
