@@ -200,6 +200,7 @@ def test_faces_are_chosen_by_name_or_pattern(paths):
             "no face is named 'Arial'",
         ),
         ({"image_size": 4}, "not legible"),
+        ({"fonts": "font.ttf"}, "fonts must be a list, not the single string 'font.ttf'"),
         ({"characters": "4E00-9FFF"}, "0 of the characters in common, at least 2 are needed"),
         ({"characters": "0020,00A0,2000-200A"}, "characters leave ink in every face"),
     ],

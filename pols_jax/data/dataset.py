@@ -134,9 +134,15 @@ class Dataset:
     augment: Augment | None = None
 
     def __post_init__(self) -> None:
-        """Check that a class is known by its name alone."""
+        """Check that a class is known by its name alone, and that labels are classes."""
         if len(set(self.class_names)) != len(self.class_names):
-            raise ValueError(f"the class names of {self.name} are not unique")
+            raise DataError(f"the class names of {self.name} are not unique")
+        for name in ("train", "validation", "test"):
+            split = getattr(self, name)
+            if isinstance(split, ArraySplit) and np.any(
+                (split.labels < 0) | (split.labels >= self.num_classes)
+            ):
+                raise DataError(f"the {name} split of {self.name} has labels outside [0, {self.num_classes})")
 
     @property
     def num_classes(self) -> int:

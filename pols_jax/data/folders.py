@@ -10,6 +10,7 @@ Files are JPEG, PNG or WebP.  What cannot be used is named and counted in a warn
 import os
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,16 @@ def load_folder(
 
     Raises:
         DataError: A folder is missing or empty, or has a class that train/ has not.
+
+    >>> import tempfile, PIL.Image
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for name in ("train/cat/1", "train/cat/2", "train/dog/1", "test/cat/3", "test/dog/2"):
+    ...         file = Path(folder, name + ".png")
+    ...         file.parent.mkdir(parents=True, exist_ok=True)
+    ...         PIL.Image.new("RGB", (40, 30)).save(file)
+    ...     dataset = load_folder(folder, image_size=28)
+    >>> dataset.class_names, len(dataset.train), len(dataset.validation), len(dataset.test)
+    (('cat', 'dog'), 2, 1, 2)
     """
     root = Path(path).expanduser()
     for split in ("train", "test"):
@@ -86,7 +97,7 @@ def load_folder(
             "path": str(root),
             "split_rule": rule,
             "files": {split: len(files) for split, files in records.items()},
-            "files_sha256": _listing_hash(root, records),
+            "fingerprint": _fingerprint(root, records),
             "unusable_files": unusable,
             "num_unusable_files": len(unusable),
         },
@@ -132,14 +143,21 @@ def _decoded(records: Records, image_shape: tuple[int, int, int], unusable: list
     """Decode all pictures of a split; those that cannot be are added to `unusable`."""
     images, labels = np.empty((len(records), *image_shape), np.uint8), np.empty(len(records), np.int32)
     num_decoded = 0
-    for source, label in records:
+
+    def decode(source: EncodedImage) -> np.ndarray | ImageError:
         try:
-            images[num_decoded] = decode_image(source, image_shape)
+            return decode_image(source, image_shape)
         except ImageError as error:
-            unusable.append(str(error))
-            continue
-        labels[num_decoded] = label
-        num_decoded += 1
+            return error
+
+    with ThreadPoolExecutor() as threads:  # Pillow works outside of the interpreter lock
+        decoded = threads.map(decode, (source for source, _ in records))
+        for image, (_, label) in zip(decoded, records, strict=True):
+            if isinstance(image, ImageError):
+                unusable.append(str(image))
+            else:
+                images[num_decoded], labels[num_decoded] = image, label
+                num_decoded += 1
     return ArraySplit(images[:num_decoded], labels[:num_decoded])
 
 
@@ -151,7 +169,7 @@ def _report(unusable: list[str]) -> None:
         )
 
 
-def _listing_hash(root: Path, records: dict[str, Records]) -> str:
+def _fingerprint(root: Path, records: dict[str, Records]) -> str:
     """Identifies the files by their names, sizes and classes."""
     return array_cache.fingerprint(
         [

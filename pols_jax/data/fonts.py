@@ -36,6 +36,9 @@ class Face:
         path: The font file.
         index: Which face of a collection; 0 for a plain font file.
         sha256: Hash of the font file.
+
+    >>> Face("DejaVu Sans", Path("DejaVuSans.ttf"), index=0, sha256="3fdf69ca").name
+    'DejaVu Sans'
     """
 
     name: str

@@ -57,6 +57,14 @@ def load_glyphs(
     >>> load_glyphs(characters="0030-0039").class_names[:2]
     ('DIGIT ZERO', 'DIGIT ONE')
     """
+    for option, value in {
+        "fonts": fonts,
+        "train_faces": train_faces,
+        "validation_faces": validation_faces,
+        "test_faces": test_faces,
+    }.items():
+        if isinstance(value, str):
+            raise DataError(f"{option} must be a list, not the single string {value!r}")
     if image_size < 8:
         raise DataError(f"glyphs of {image_size} pixels are not legible: ask for at least 8")
     faces_of_split = _split_faces(

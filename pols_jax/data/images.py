@@ -7,6 +7,8 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageOps
 
+from pols_jax.data.dataset import DataError
+
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 
 # What Pillow and its plugins raise for files that are damaged, cut short, or no images at all.
@@ -16,7 +18,7 @@ _CROP_AREA = (0.08, 1.0)  # share of the picture that a random crop covers
 _CROP_RATIO = (3 / 4, 4 / 3)  # width over height of a random crop
 
 
-class ImageError(ValueError):
+class ImageError(DataError):
     """An image cannot be decoded; the message says which and why."""
 
 

@@ -7,6 +7,7 @@ alone, so any step can be the first one, and it does not matter which worker doe
 import collections
 import dataclasses
 import itertools
+import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -198,6 +199,12 @@ class _BatchReader:
         return _DecodedBatch(images, labels, mask, broken)
 
 
+def _ignore_interrupts(worker_index: int, worker_count: int) -> None:
+    """Leave Ctrl-C, which reaches every process of a terminal, to the main process, which stops the workers."""
+    del worker_index, worker_count
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def _streamed(read: _BatchReader, steps: range, num_workers: int) -> Iterator[Batch]:
     batches = (
         grain.MapDataset.range(steps.start, steps.stop)
@@ -208,7 +215,7 @@ def _streamed(read: _BatchReader, steps: range, num_workers: int) -> Iterator[Ba
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # grain reads its absl flags, which only absl's own main would parse
         options = grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=2)
-        batches = batches.mp_prefetch(options)
+        batches = batches.mp_prefetch(options, worker_init_fn=_ignore_interrupts)
     reported: set[str] = set()
     iterator: Any = iter(batches)
     try:

@@ -77,6 +77,9 @@ def load_tfds(
 
     Raises:
         DataError: It is not prepared and cannot be, or it is not an image classification set.
+
+    >>> load_tfds("mnist", data_dir="prepared").num_classes  # doctest: +SKIP
+    10
     """
     directory = _prepared_directory(name, data_directory(data_dir))
     builder: Any = tfds.builder_from_directory(directory)  # its type hides which features it has
@@ -101,7 +104,7 @@ def load_tfds(
     provenance["split_rule"] = rule
     if num_bytes((sum(map(len, records.values())), *image_shape)) > max_bytes:
         splits = {split: StreamSplit(part, image_shape) for split, part in records.items()}
-        provenance["info_sha256"] = _info_hash(directory)
+        provenance["fingerprint"] = _info_hash(directory)
     else:
         splits = _decoded_splits(directory, records, image_shape)
         provenance["content_sha256"] = array_cache.content_hash([split.images for split in splits.values()])

@@ -80,7 +80,8 @@ def measure(*, batch_size: int = 256, repetitions: int = 50, max_classes: int | 
     def train_step(state, batch):
         params, batch_stats, optimizer_state = state
         gradients, batch_stats = jax.grad(loss, has_aux=True)(params, batch_stats, batch)
-        updates, optimizer_state = optimizer.update(gradients, optimizer_state)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
+            updates, optimizer_state = optimizer.update(gradients, optimizer_state)
         return optax.apply_updates(params, updates), batch_stats, optimizer_state
 
     state = (variables["params"], variables["batch_stats"], optimizer.init(variables["params"]))
