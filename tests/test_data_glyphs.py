@@ -93,6 +93,14 @@ def test_provenance_is_json_and_names_the_fonts_by_hash(dataset):
     assert {"pillow", "freetype", "matplotlib", "content_sha256", "split_rule"} <= set(provenance)
 
 
+def test_symbols_that_faces_share_are_counted_not_hidden(dataset):
+    train = {image.tobytes() for image in dataset.train.images}
+    for split in ("validation", "test"):
+        shared = [image.tobytes() in train for image in getattr(dataset, split).images]
+        assert dataset.provenance["images_drawn_as_in_train"][split] == sum(shared)
+        assert 0.2 < np.mean(shared) < 0.3  # box drawings, arrows and blocks; letters are drawn anew
+
+
 def test_fewer_classes_are_a_fixed_part_of_more_classes():
     ten, fifty = (load("glyphs", max_classes=count) for count in (10, 50))
     assert set(ten.class_names) < set(fifty.class_names)

@@ -113,6 +113,9 @@ def load_glyphs(
                 split: [face.name for face in split_faces] for split, split_faces in faces_of_split.items()
             },
             "split_rule": "by face: no face is in two splits",
+            "images_drawn_as_in_train": {
+                split: _count_drawn_as_in(splits["train"], splits[split]) for split in ("validation", "test")
+            },
             "characters": characters or "all that every face has",
             "max_classes": max_classes,
             "matplotlib": matplotlib.__version__,
@@ -123,6 +126,12 @@ def load_glyphs(
         augment=augment_glyphs,
         **splits,
     )
+
+
+def _count_drawn_as_in(train: ArraySplit, split: ArraySplit) -> int:
+    """How many images of a split equal a training image: faces of one family share some of their symbols."""
+    seen = {image.tobytes() for image in train.images}
+    return sum(image.tobytes() in seen for image in split.images)
 
 
 def parse_ranges(text: str) -> frozenset[int]:
