@@ -4,7 +4,10 @@ import io
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -71,6 +74,14 @@ def take(iterator, count):
     return list(itertools.islice(iterator, count))
 
 
+def is_running(pid):
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"  # nobody may have collected a dead orphan
+
+
 def labels_of(batches):
     return np.concatenate([batch.label[batch.mask] for batch in batches])
 
@@ -131,8 +142,35 @@ def test_a_worker_that_dies_raises_and_does_not_hang(records, exit_now, message)
     split = StreamSplit(DyingRecords(records, deadly=3, exit_now=exit_now), SHAPE)
     start = time.monotonic()
     with pytest.raises((RuntimeError, OSError), match=message):
-        take(stream_batches(split, seed=0, batch_size=8, num_workers=1), 4)  # one epoch meets every example
+        take(stream_batches(split, seed=0, batch_size=8, num_workers=2), 4)  # one epoch meets every example
     assert time.monotonic() - start < 60  # starting a process and noticing its death take a few seconds
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_workers_end_when_the_main_process_is_killed(tmp_path):
+    picture, script = tmp_path / "picture.png", tmp_path / "stream.py"
+    picture.write_bytes(encoded_image(0))
+    script.write_text(
+        f"""
+import multiprocessing, time
+from pols_jax.data import StreamSplit, stream_batches
+
+if __name__ == "__main__":
+    batches = stream_batches(StreamSplit([({str(picture)!r}, 0)], {SHAPE}), seed=0, batch_size=1, num_workers=1)
+    next(batches)
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    time.sleep(600)
+"""
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        workers = [int(pid) for pid in process.stdout.readline().split()]
+        process.kill()
+    assert workers
+    deadline = time.monotonic() + 30
+    while any(is_running(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(is_running(pid) for pid in workers)
 
 
 def test_random_crops_differ_between_steps_and_show_the_picture(split):

@@ -7,7 +7,10 @@ alone, so any step can be the first one, and it does not matter which worker doe
 import collections
 import dataclasses
 import itertools
+import multiprocessing
+import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -199,10 +202,20 @@ class _BatchReader:
         return _DecodedBatch(images, labels, mask, broken)
 
 
-def _ignore_interrupts(worker_index: int, worker_count: int) -> None:
-    """Leave Ctrl-C, which reaches every process of a terminal, to the main process, which stops the workers."""
+def _prepare_worker(worker_index: int, worker_count: int) -> None:
+    """Tie a worker's life to the main process."""
     del worker_index, worker_count
+    # Ctrl-C reaches every process of a terminal: leave it to the main process, which stops the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_main_process, daemon=True).start()
+
+
+def _exit_with_main_process() -> None:
+    """End this process when the main one is gone; grain's workers would wait for it forever."""
+    main_process = multiprocessing.parent_process()
+    if main_process is not None:
+        main_process.join()
+        os._exit(1)
 
 
 def _streamed(read: _BatchReader, steps: range, num_workers: int) -> Iterator[Batch]:
@@ -215,7 +228,7 @@ def _streamed(read: _BatchReader, steps: range, num_workers: int) -> Iterator[Ba
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # grain reads its absl flags, which only absl's own main would parse
         options = grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=2)
-        batches = batches.mp_prefetch(options, worker_init_fn=_ignore_interrupts)
+        batches = batches.mp_prefetch(options, worker_init_fn=_prepare_worker)
     reported: set[str] = set()
     iterator: Any = iter(batches)
     try:
