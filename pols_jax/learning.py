@@ -103,18 +103,7 @@ class Learner(NamedTuple):
     @classmethod
     def from_config(cls, config: RunConfig, dataset: Dataset, *, axis_name: str | None = None) -> "Learner":
         """Builds the network, loss and optimizer that a config asks for."""
-        dtype = jnp.dtype(config.dtype)
-        options: dict[str, Any] = {"width": config.width, "dtype": dtype, "axis_name": axis_name}
-        if config.hidden_sizes:
-            options["hidden_sizes"] = config.hidden_sizes
-        if config.auxiliary:
-            options["auxiliary"] = True
-        model = Classifier(
-            MODELS[config.model](**options),
-            dataset.num_classes,
-            bias_start=config.first_bias(dataset.num_classes),
-            dtype=dtype,
-        )
+        model = make_model(config, dataset.num_classes, axis_name=axis_name)
         loss = make_loss(config.loss, **_loss_options(config, dataset))
         return cls(model, loss, make_optimizer(config), config.seed)
 
@@ -124,6 +113,29 @@ class Learner(NamedTuple):
         variables = self.model.init(key, jnp.zeros((1, *image_shape), jnp.float32))
         params, batch_stats = variables["params"], variables.get("batch_stats", {})
         return TrainState(jnp.zeros((), jnp.int32), params, batch_stats, self.optimizer.init(params))
+
+
+def make_model(config: RunConfig, num_classes: int, *, axis_name: str | None = None) -> Classifier:
+    """Builds the network that a config asks for, without parameters.
+
+    Args:
+      config: The run.
+      num_classes: The number of classes k.
+      axis_name: The device axis that batch norm synchronises over while training; None to evaluate.
+
+    Examples:
+      >>> make_model(RunConfig(model="mlp"), 1000).num_classes
+      1000
+    """
+    dtype = jnp.dtype(config.dtype)
+    options: dict[str, Any] = {"width": config.width, "dtype": dtype, "axis_name": axis_name}
+    if config.hidden_sizes:
+        options["hidden_sizes"] = config.hidden_sizes
+    if config.auxiliary:
+        options["auxiliary"] = True
+    return Classifier(
+        MODELS[config.model](**options), num_classes, bias_start=config.first_bias(num_classes), dtype=dtype
+    )
 
 
 def train_step(

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pols_jax.checks import check_logits_and_labels
 
@@ -53,11 +53,11 @@ def average_precision(
     if interpolation not in ("step", "trapezoid"):
         raise ValueError(f"interpolation must be 'step' or 'trapezoid', got {interpolation!r}.")
     counts = _counts(scores, labels)
-    precision = counts.precision()
-    if interpolation == "trapezoid":
-        # The line comes from the point of the curve just above this threshold.
-        precision = (precision + _counts(scores, labels, compare=operator.gt).precision()) / 2
-    return _class_means(precision, counts)
+    if interpolation == "step":
+        return counts.average_precision()
+    # The line comes from the point of the curve just above this threshold.
+    precision_above = _counts(scores, labels, compare=operator.gt).precision()
+    return _class_means((counts.precision() + precision_above) / 2, counts)
 
 
 def precision_at_recall(
@@ -80,7 +80,7 @@ def precision_at_recall(
       [0.6667, 1.0]
     """
     _check_recall(recall)
-    return _precision_at_recall(_counts(scores, labels), recall)
+    return _counts(scores, labels).precision_at_recall(recall)
 
 
 def threshold_at_recall(
@@ -131,13 +131,7 @@ def slc_metrics(
       >>> float(metrics["auprc"]), int(metrics["num_classes"])
       (0.916667, 2)
     """
-    counts = _counts(scores, labels)
-    return {
-        "auprc": jnp.nanmean(_class_means(counts.precision(), counts)),
-        "precision_at_0.9": jnp.nanmean(_precision_at_recall(counts, 0.9)),
-        "precision_at_0.99": jnp.nanmean(_precision_at_recall(counts, 0.99)),
-        "num_classes": jnp.sum(counts.class_sizes > 0),
-    }
+    return _counts(scores, labels).slc_metrics()
 
 
 def relative_improvement(
@@ -162,10 +156,35 @@ def relative_improvement(
     return 1.0 - jnp.mean(jnp.asarray(aligned)) / jnp.mean(jnp.asarray(not_aligned))
 
 
-class _Counts(NamedTuple):
-    """How many examples, and how many of the class, pass the threshold that is an example's score of its own class."""
+class Counts(NamedTuple):
+    """All that the metrics need to know about a set of scores: two numbers per example.
 
-    labels: Int[Array, " examples"]  # -1 for an example that belongs to none of the classes
+    Example i's score of its own class, taken as the threshold, is passed by ``examples[i]`` examples, itself included;
+    ``positives[i]`` of them belong to the class. `pols_jax.class_blocks` counts them without an ``[n, k]`` array.
+
+    Attributes:
+      labels: True classes, shape ``[n]``; -1 for an example that belongs to none of the classes.
+      own_scores: The score of each example for its own class, shape ``[n]``.
+      examples: How many examples score at least as high for that class, shape ``[n]``.
+      positives: How many of those belong to the class, shape ``[n]``.
+      class_sizes: How many examples each class has, shape ``[k]``.
+
+    Examples:
+      Three examples of one class, a negative scored between the first and the second:
+
+      >>> import jax.numpy as jnp
+      >>> counts = Counts(
+      ...     labels=jnp.array([0, 0, 0]),
+      ...     own_scores=jnp.array([0.9, 0.7, 0.6]),
+      ...     examples=jnp.array([1, 3, 4]),
+      ...     positives=jnp.array([1, 2, 3]),
+      ...     class_sizes=jnp.array([3]),
+      ... )
+      >>> counts.precision_at_recall(0.9).tolist()
+      [0.75]
+    """
+
+    labels: Int[Array, " examples"]
     own_scores: Float[Array, " examples"]
     examples: Int[Array, " examples"]
     positives: Int[Array, " examples"]
@@ -175,13 +194,30 @@ class _Counts(NamedTuple):
         """The precision at each threshold; 1 where nothing passes, the start of the curve."""
         return jnp.where(self.examples > 0, _ratio(self.positives, jnp.maximum(self.examples, 1)), 1.0)
 
+    def average_precision(self) -> Float[Array, " classes"]:
+        """See `average_precision` in this module."""
+        return _class_means(self.precision(), self)
 
-def _counts(scores, labels, compare: Callable = operator.ge) -> _Counts:
+    def precision_at_recall(self, recall: float) -> Float[Array, " classes"]:
+        """See `precision_at_recall` in this module."""
+        return _precision_at_recall(self, recall)
+
+    def slc_metrics(self) -> dict[str, Array]:
+        """See `slc_metrics` in this module."""
+        return {
+            "auprc": jnp.nanmean(self.average_precision()),
+            "precision_at_0.9": jnp.nanmean(self.precision_at_recall(0.9)),
+            "precision_at_0.99": jnp.nanmean(self.precision_at_recall(0.99)),
+            "num_classes": jnp.sum(self.class_sizes > 0),
+        }
+
+
+def _counts(scores, labels, compare: Callable = operator.ge) -> Counts:
     return _count_all(*check_logits_and_labels(scores, labels, rank=2, name="scores"), compare=compare)
 
 
 @functools.partial(jax.jit, static_argnames="compare")
-def _count_all(scores, labels, *, compare) -> _Counts:
+def _count_all(scores, labels, *, compare) -> Counts:
     num_classes = scores.shape[1]
     columns = scores.T  # one contiguous row per class: this is what the counting reads n times
     labels = labels.astype(jnp.int32)
@@ -190,15 +226,44 @@ def _count_all(scores, labels, *, compare) -> _Counts:
 
     def count(example):
         label, own_score = example
-        passes = compare(columns[label], own_score)
-        return jnp.sum(passes, dtype=jnp.int32), jnp.sum(passes & (labels == label), dtype=jnp.int32)
+        return count_passing(columns[label], own_score, labels == label, compare=compare)
 
     examples, positives = lax.map(count, (labels, own_scores))
     class_sizes = jax.ops.segment_sum(jnp.ones_like(labels), labels, num_classes)
-    return _Counts(labels, own_scores, examples, positives, class_sizes)
+    return Counts(labels, own_scores, examples, positives, class_sizes)
 
 
-def _precision_at_recall(counts: _Counts, recall):
+def count_passing(
+    scores: Float[Array, " examples"],
+    threshold: Float[Array, ""],
+    is_positive: Bool[Array, " examples"],
+    *,
+    compare: Callable = operator.ge,
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Counts the examples, and the positives among them, whose score of one class passes a threshold.
+
+    Args:
+      scores: The scores of all examples for one class, shape ``[n]``.
+      threshold: The threshold, shape ``[]``.
+      is_positive: Which examples belong to the class, shape ``[n]``.
+      compare: What it means to pass: ``compare(score, threshold)``.
+
+    Returns:
+      The two counts, shape ``[]``.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> examples, positives = count_passing(
+      ...     jnp.array([0.9, 0.7, 0.1]), jnp.array(0.5), jnp.array([True, False, True])
+      ... )
+      >>> int(examples), int(positives)
+      (2, 1)
+    """
+    passes = compare(scores, threshold)
+    return jnp.sum(passes, dtype=jnp.int32), jnp.sum(passes & is_positive, dtype=jnp.int32)
+
+
+def _precision_at_recall(counts: Counts, recall):
     # Of the examples that reach the recall, the one with the highest score has the fewest positives, and the
     # fewest examples, at its threshold. Scores that tie have equal counts.
     reaches = _reaches(counts, recall)
@@ -210,12 +275,12 @@ def _precision_at_recall(counts: _Counts, recall):
     return jnp.where(counts.class_sizes > 0, _ratio(positives, examples), jnp.nan)
 
 
-def _reaches(counts: _Counts, recall):
+def _reaches(counts: Counts, recall):
     """Which examples' scores, as the threshold, recall enough of their class."""
     return _ratio(counts.positives, counts.class_sizes[counts.labels]) >= recall
 
 
-def _class_means(values, counts: _Counts):
+def _class_means(values, counts: Counts):
     num_classes = len(counts.class_sizes)
     partial = jnp.arange(values.shape[0], dtype=jnp.int32) % _PARTIAL_SUMS
     places = jnp.where(counts.labels < 0, -1, counts.labels + num_classes * partial)
