@@ -8,7 +8,7 @@ chosen on the validation split. `Experiment.runs` lists its runs.
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import tyro
 
@@ -126,6 +126,16 @@ class Setup(DataConfig):
         if self.auxiliary and self.model != "inception_v3":
             raise ConfigError(f"--auxiliary is an option of inception_v3, not of {self.model}.")
 
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary that JSON can hold; `from_json` reads it back."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Reads what `to_json` wrote."""
+        fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+        return cls(**fields)
+
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "rmsprop")
 """The optimizers that `Setup.optimizer` may name."""
@@ -180,16 +190,6 @@ class RunConfig(Setup):
             return self.bias_start
         return prior_bias(num_classes) if self.loss in _SIGMOID_LOSSES else 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        """A dictionary that JSON can hold; `from_json` reads it back."""
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(self).items()}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """Reads what `to_json` wrote."""
-        fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
-        return cls(**fields)
-
     def differences(self, other: "RunConfig") -> list[str]:
         """The settings in which two configs differ, one phrase each."""
         return [
@@ -240,6 +240,14 @@ class Experiment(Setup):
     alpha: tuple[float, ...] = (0.1,)
     num_noise: tuple[int, ...] = ()
     noise: tuple[str, ...] = ("uniform",)
+
+    @classmethod
+    def of_run(cls, run: RunConfig) -> "Experiment":
+        """The experiment that consists of one run."""
+        values: dict[str, Any] = dataclasses.asdict(run)
+        for name in ("loss", "learning_rate", "margin", "alpha", "num_noise", "noise"):
+            values[name] = () if values[name] is None else (values[name],)
+        return cls(**values)
 
     def losses(self) -> tuple[str, ...]:
         """The losses to train, in the order of the paper's tables."""

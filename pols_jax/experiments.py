@@ -1,16 +1,17 @@
 """Several runs at once: one per loss, or one per value that is to be chosen on the validation split."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from pols_jax.checkpoints import newest_step
+from pols_jax.checkpoints import newest_step, read_config
 from pols_jax.config import Experiment, RunConfig
 from pols_jax.data import Dataset
 from pols_jax.learning import check_batch_size
-from pols_jax.training import Outcome, RunOptions, check_run_dir, choices_text, fit, write_json
+from pols_jax.training import Outcome, RunOptions, check_run_dir, choices_text, fit, make_run_dir, write_json
 
 
 class DivergenceError(RuntimeError):
@@ -45,6 +46,9 @@ def run_experiment(
         check_run_dir(folder, config, dataset)
     is_sweep = len(folders) > len(experiment.losses())
     on_nan = options.on_nan or ("skip-run" if is_sweep else "stop")
+    if len(folders) > 1 and jax.process_index() == 0:
+        make_run_dir(Path(run_dir))
+        write_json(Path(run_dir) / "experiment.json", experiment.to_json())
     outcomes = []
     for folder, config in folders.items():
         outcome = fit(config, dataset, folder, options=options)
@@ -57,6 +61,22 @@ def run_experiment(
     if not chosen:
         raise DivergenceError(" ".join(_divergence(outcome) for outcome in outcomes))
     return chosen
+
+
+def saved_experiment(run_dir: str | Path) -> Experiment | None:
+    """The experiment that a directory was started with; None if it holds none.
+
+    Examples:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as run_dir:
+      ...     print(saved_experiment(run_dir))
+      None
+    """
+    saved = read_config(run_dir)
+    if saved is not None:
+        return Experiment.of_run(RunConfig.from_json(saved["config"]))
+    path = Path(run_dir) / "experiment.json"
+    return Experiment.from_json(json.loads(path.read_text())) if path.exists() else None
 
 
 def choose(outcomes: Sequence[Outcome], loss: str) -> Outcome | None:

@@ -36,6 +36,7 @@ __all__ = [
     "check_run_dir",
     "choices_text",
     "fit",
+    "make_run_dir",
     "train_step",
     "write_json",
 ]
@@ -292,8 +293,27 @@ def _ended_before(run_dir: Path, config: RunConfig) -> Outcome | None:
     return None
 
 
+def make_run_dir(run_dir: Path) -> None:
+    """Creates a directory for runs.
+
+    Raises:
+      ConfigError: if that is not possible.
+
+    Examples:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     make_run_dir(Path(folder) / "runs" / "first")
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--run-dir {run_dir} cannot be created ({error.strerror}); name another."
+        ) from error
+
+
 def _write_run_files(run_dir: Path, config: RunConfig, dataset: Dataset) -> None:
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_run_dir(run_dir)
     if read_config(run_dir) is not None:
         return
     write_json(run_dir / "class_names.json", list(dataset.class_names))
