@@ -16,8 +16,9 @@ NUM_DEVICES = 8
 ROWS = 3  # per device
 NUM_FEATURES = 4
 
-every_case = pytest.mark.parametrize(
-    ("name", "hyperparameters"), CASES, ids=lambda value: value if isinstance(value, str) else ",".join(value)
+ONE_CASE_EACH = list({name: (name, hyperparameters) for name, hyperparameters in CASES}.values())
+every_loss = pytest.mark.parametrize(
+    ("name", "hyperparameters"), ONE_CASE_EACH, ids=[c[0] for c in ONE_CASE_EACH]
 )
 # Sums over devices are taken in another order than sums over one device: a few roundings of float32 on numbers up to 20.
 assert_same_value = functools.partial(np.testing.assert_allclose, rtol=2e-6)
@@ -74,27 +75,28 @@ def mesh_of(axis_name):
     return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-@every_case
+@every_loss
 def test_eager_jit_and_vmap_over_runs_are_one_loss(name, hyperparameters):
     loss = loss_of_kernel(make_loss(name, **hyperparameters))
+    jitted = jax.jit(jax.value_and_grad(loss))
     problems = [linear_problem(seed) for seed in range(3)]
     stacked = [np.stack(arrays) for arrays in zip(*problems, strict=True)]
     features, labels, where, kernel = stacked
     value_and_grad = jax.value_and_grad(loss)
-    runs_value, runs_gradient = jax.vmap(value_and_grad)(kernel, features, labels, where)
+    runs_value, runs_gradient = jax.jit(jax.vmap(value_and_grad))(kernel, features, labels, where)
     for run, arrays in enumerate(problems):
         expected_value, expected_gradient = expected_of(name, hyperparameters, *arrays)
         features, labels, where, kernel = arrays
         for value, gradient in (
             value_and_grad(kernel, features, labels, where),
-            jax.jit(value_and_grad)(kernel, features, labels, where),
+            jitted(kernel, features, labels, where),
             (runs_value[run], runs_gradient[run]),
         ):
             assert_same_value(value, expected_value)
             assert_same_gradient(gradient, expected_gradient)
 
 
-@every_case
+@every_loss
 @pytest.mark.parametrize("make_problem", [linear_problem, full_problem])
 def test_pmap_over_eight_devices_gives_the_value_everywhere_and_pmean_the_gradient(
     name, hyperparameters, make_problem
@@ -114,7 +116,7 @@ def test_pmap_over_eight_devices_gives_the_value_everywhere_and_pmean_the_gradie
         assert_same_gradient(gradients[device], expected_gradient)
 
 
-@every_case
+@every_loss
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis_name", ["batch", ("hosts", "chips")], ids=["one axis", "two axes"])
 def test_shard_map_over_eight_devices_gives_the_value_and_pmean_the_gradient(
@@ -147,12 +149,13 @@ def test_under_shard_map_with_check_vma_the_gradient_of_replicated_parameters_ne
     """JAX then sums the gradient over the axis itself, so that it comes out replicated; pmean of it changes nothing."""
     features, labels, where, kernel = linear_problem()
     sharded, replicated = PartitionSpec("batch"), PartitionSpec()
-    gradient = jax.shard_map(
+    gradient_of = jax.shard_map(
         jax.grad(loss_of_kernel(make_loss(name), axis_name="batch")),
         mesh=mesh_of("batch"),
         in_specs=(replicated, sharded, sharded, sharded),
         out_specs=replicated,
-    )(kernel, features, labels, where)
+    )
+    gradient = jax.jit(gradient_of)(kernel, features, labels, where)
     assert_same_gradient(gradient, expected_of(name, {}, features, labels, where, kernel)[1])
 
 
@@ -168,7 +171,7 @@ def test_the_gradient_taken_outside_shard_map_needs_no_pmean(name, check_vma):
         out_specs=replicated,
         check_vma=check_vma,
     )
-    gradient = jax.grad(loss)(kernel, features, labels, where)
+    gradient = jax.jit(jax.grad(loss))(kernel, features, labels, where)
     assert_same_gradient(gradient, expected_of(name, {}, features, labels, where, kernel)[1])
 
 
