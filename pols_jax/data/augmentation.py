@@ -14,9 +14,9 @@ def augment_glyphs(
     keys: Key[jax.Array, "batch"],
     images: UInt8[jax.Array, "batch height width channels"],
     *,
-    max_rotation: float = 0.2,
-    max_log_scale: float = 0.15,
-    max_shift: float = 0.08,
+    max_rotation: float = 0.1,
+    max_log_scale: float = 0.1,
+    max_shift: float = 0.04,
     max_noise: float = 0.2,
 ) -> Float[jax.Array, "batch height width channels"]:
     """Rotate, scale and shift each image by a random amount, then add noise of a random strength.
