@@ -1,0 +1,212 @@
+"""A run is never lost, and never mixed up with another."""
+
+import dataclasses
+import json
+import signal
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from pols_jax import training
+from pols_jax.checkpoints import Checkpoints, newest_step
+from pols_jax.config import ConfigError, Experiment, RunConfig
+from pols_jax.data import load
+from pols_jax.experiments import DivergenceError, run_experiment, saved_experiment
+from pols_jax.learning import Learner, Trainer
+from pols_jax.progress import MetricsLog
+from pols_jax.training import InterruptedRunError, RunOptions, fit
+
+CONFIG = RunConfig(
+    characters="0030-0039", width=0.05, batch_size=32, steps=12, evaluate_every=4, learning_rate=0.01
+)
+OPTIONS = RunOptions(quiet=True)
+
+
+@pytest.fixture(autouse=True)
+def optax_promotes_dtypes():
+    """Optax's own schedules and Adam mix integers and floats, which strict promotion forbids."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load("glyphs", **CONFIG.options())
+
+
+@pytest.fixture(scope="module")
+def finished_run(digits, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    with jax.numpy_dtype_promotion("standard"):
+        fit(CONFIG, digits, run_dir, options=OPTIONS)
+    return run_dir
+
+
+def final_state(run_dir, dataset, config=CONFIG):
+    with Checkpoints(run_dir) as checkpoints:
+        return checkpoints.restore_newest(Learner.from_config(config, dataset).init(dataset.image_shape))
+
+
+class StopAfter:
+    """Sends this process a signal once a trainer has reached a step."""
+
+    def __init__(self, monkeypatch, step, number):
+        advance = Trainer.advance
+
+        def advance_and_signal(trainer, state, until):
+            result = advance(trainer, state, until)
+            if until >= step and not self.sent:
+                self.sent = True
+                signal.raise_signal(number)
+            return result
+
+        self.sent = False
+        monkeypatch.setattr(Trainer, "advance", advance_and_signal)
+
+
+def test_a_run_directory_holds_config_classes_metrics_and_checkpoints(finished_run, digits):
+    config = json.loads((finished_run / "config.json").read_text())
+    assert RunConfig.from_json(config["config"]) == CONFIG
+    assert config["loss"] == "cross_entropy"
+    assert config["data"] == json.loads(json.dumps(digits.provenance))
+    assert json.loads((finished_run / "class_names.json").read_text()) == list(digits.class_names)
+    records = MetricsLog(finished_run / "metrics.jsonl").records()
+    assert [record["step"] for record in records] == [4, 8, 12]
+    assert set(records[0]["validation"]) >= {"loss", "accuracy", "auprc", "violation_rate"}
+    assert newest_step(finished_run) == 12
+
+
+def test_a_finished_run_is_not_trained_again(finished_run, digits, monkeypatch):
+    monkeypatch.setattr(training, "_Run", None)
+    outcome = fit(CONFIG, digits, finished_run, options=OPTIONS)
+    assert (outcome.status, outcome.step) == ("finished", 12)
+    assert outcome.validation["accuracy"] >= 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_resumed_run_is_the_same_bit_for_bit(
+    finished_run, digits, tmp_path, monkeypatch, number
+):
+    monkeypatch.setattr(training, "_DISPATCH_SECONDS", 0.0)  # one step a dispatch: stop between two looks
+    StopAfter(monkeypatch, 6, number)
+    run_dir = tmp_path / "run"
+    with pytest.raises(InterruptedRunError, match=r"Stopped at step 6; saved in .*checkpoints/6") as raised:
+        fit(CONFIG, digits, run_dir, options=OPTIONS)
+    assert raised.value.signal_number == number
+    assert newest_step(run_dir) == 6
+    outcome = fit(CONFIG, digits, run_dir, options=OPTIONS)
+    assert outcome.status == "finished"
+    chex.assert_trees_all_equal(final_state(run_dir, digits).state, final_state(finished_run, digits).state)
+    records = MetricsLog(run_dir / "metrics.jsonl").records()
+    assert [record["step"] for record in records] == [4, 8, 12]
+    whole = MetricsLog(finished_run / "metrics.jsonl").records()
+    assert records[-1]["validation"] == whole[-1]["validation"]
+
+
+def test_signal_handlers_are_put_back(digits, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    fit(dataclasses.replace(CONFIG, steps=1), digits, tmp_path / "run", options=OPTIONS)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_damaged_newest_checkpoint_is_reported_and_training_goes_on_from_the_one_before(
+    finished_run, digits, tmp_path, monkeypatch, capsys
+):
+    run_dir = tmp_path / "run"
+    StopAfter(monkeypatch, 8, signal.SIGTERM)
+    with pytest.raises(InterruptedRunError):
+        fit(CONFIG, digits, run_dir, options=OPTIONS)
+    kernel = run_dir / "checkpoints" / "8" / "state" / "params.head.kernel"
+    next(path for path in kernel.iterdir() if path.name != ".zarray").write_bytes(b"damaged")
+    fit(CONFIG, digits, run_dir, options=OPTIONS)
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "Checkpoint 8" in said
+    assert "Going on from checkpoint 4" in said
+    chex.assert_trees_all_equal(final_state(run_dir, digits).state, final_state(finished_run, digits).state)
+
+
+def test_another_config_in_the_same_directory_is_an_error_that_lists_the_differences(finished_run, digits):
+    other = dataclasses.replace(CONFIG, steps=20, seed=3)
+    with pytest.raises(ConfigError, match="--steps 20 instead of 12; --seed 3 instead of 0"):
+        fit(other, digits, finished_run, options=OPTIONS)
+
+
+def test_other_data_of_the_same_name_is_an_error(finished_run, digits):
+    changed = dataclasses.replace(digits, provenance={**digits.provenance, "fonts": "others"})
+    with pytest.raises(ConfigError, match="other data"):
+        fit(CONFIG, changed, finished_run, options=OPTIONS)
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(digits, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        fit(CONFIG, digits, tmp_path / "file" / "run", options=OPTIONS)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_step_rate_and_last_good_checkpoint(digits, tmp_path):
+    diverging = Experiment(
+        **{
+            **dataclasses.asdict(Experiment.of_run(CONFIG)),
+            "optimizer": "sgd",
+            "schedule": "constant",
+            "learning_rate": (1e30,),
+        }
+    )
+    with pytest.raises(
+        DivergenceError, match=r"no longer finite at step \d+, with learning rate 1e\+30; no check"
+    ):
+        run_experiment(diverging, digits, tmp_path / "run", options=OPTIONS)
+    # Starting again says the same at once, and does not train a hopeless run a second time.
+    with pytest.raises(DivergenceError, match="no longer finite"):
+        run_experiment(diverging, digits, tmp_path / "run", options=OPTIONS)
+
+
+def test_a_sweep_drops_diverged_rates_and_says_which_run_was_chosen_and_why(digits, tmp_path):
+    experiment = dataclasses.replace(
+        Experiment.of_run(CONFIG),
+        loss=("max_margin", "batch_cross_entropy"),
+        optimizer="sgd",
+        schedule="constant",
+        learning_rate=(1e30, 0.1),
+        margin=(1.0, 2.0),
+        steps=4,
+    )
+    outcomes = run_experiment(experiment, digits, tmp_path, options=OPTIONS)
+    assert [outcome.config.loss for outcome in outcomes] == ["max_margin", "batch_cross_entropy"]
+    assert all(outcome.config.learning_rate == 0.1 for outcome in outcomes)
+    report = json.loads((tmp_path / "sweep.json").read_text())
+    assert report["batch_cross_entropy"]["chosen"] == "batch_cross_entropy-lr0.1"
+    assert "validation accuracy" in report["batch_cross_entropy"]["why"]
+    statuses = {run["run"]: run["status"] for run in report["max_margin"]["runs"]}
+    assert statuses["max_margin-lr1e+30-margin1"] == "diverged"
+    assert statuses["max_margin-lr0.1-margin2"] == "finished"
+    assert saved_experiment(tmp_path) == experiment
+
+
+def test_in_a_tie_the_smaller_validation_loss_is_chosen():
+    from pols_jax.experiments import choose
+
+    def outcome(rate, loss):
+        config = dataclasses.replace(CONFIG, learning_rate=rate)
+        return training.Outcome("runs", config, "finished", 1, {"accuracy": 0.5, "loss": loss})
+
+    assert choose([outcome(1.0, 0.3), outcome(0.1, 0.2)], "cross_entropy").config.learning_rate == 0.1
+    assert choose([outcome(1.0, 0.2), outcome(0.1, 0.3)], "cross_entropy").config.learning_rate == 1.0
+
+
+def test_tensorboard_files_hold_the_metrics(digits, tmp_path):
+    options = dataclasses.replace(OPTIONS, tensorboard=True)
+    fit(dataclasses.replace(CONFIG, steps=4), digits, tmp_path / "run", options=options)
+    events = list((tmp_path / "run" / "tensorboard").iterdir())
+    assert len(events) == 1
+    assert b"validation/auprc" in events[0].read_bytes()
+
+
+def test_a_cut_off_last_line_of_the_metrics_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    assert [record["step"] for record in MetricsLog(path).records()] == [1, 2]
+    assert MetricsLog(path, first_step=1).records() == [{"step": 1}]
+    assert np.size(path.read_text().splitlines()) == 1
