@@ -110,7 +110,20 @@ def check_noise_probs(noise_probs: ArrayLike, num_classes: int) -> Float[Array, 
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Returns the sentence for a name that does not exist, with the nearest ones that do."""
+    """Returns the sentence for a name that does not exist, with the nearest ones that do.
+
+    Args:
+      kind: What the name should have been the name of.
+      name: The name that was asked for.
+      known: The names that exist.
+
+    Returns:
+      One sentence for an error.
+
+    Examples:
+      >>> print(unknown_name("loss", "max_margins", ["cross_entropy", "max_margin"]))
+      There is no loss named 'max_margins'; did you mean max_margin?
+    """
     known = list(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
     return f"There is no {kind} named {name!r}; did you mean {' or '.join(near)}?"

@@ -52,15 +52,9 @@ def test_all_logits_have_the_gradients_of_the_plain_product(num_examples):
 def test_all_logits_of_one_example_compile_to_a_dot_that_is_kept_apart_from_the_addition_of_the_bias():
     """XLA for CPU fuses `x @ W.T + b` of one example into a loop that is 25 times slower than its matrix product."""
     hlo = jax.jit(all_logits).lower(*head(1)).compile().as_text()
-    dots = [
-        line for line in hlo.splitlines() if re.search(r"\bdot\(|custom-call.*(matmul|dot)|ynn|onednn", line)
-    ]
-    assert dots, hlo
     entry = hlo[hlo.index("ENTRY") :]
-    # The product is an instruction of its own in the entry computation, not part of a loop fusion.
-    assert any(line in entry for line in dots), hlo
-    for fusion in re.findall(r"^%?fused_computation.*?^}", hlo, flags=re.DOTALL | re.MULTILINE):
-        assert " dot(" not in fusion
+    # The product is an instruction of its own in the entry computation, and no fusion holds a product.
+    assert entry.count(" dot(") == hlo.count(" dot(") == 1, hlo
 
 
 def test_class_logits_of_one_class_and_of_many_are_columns_of_all_logits():
