@@ -1,0 +1,323 @@
+"""Exact metrics of an output layer, class block by class block: the ``[n, k]`` array of logits never exists.
+
+The examples are sorted by label. A block of classes then needs only its own rows of the kernel and its own examples'
+thresholds, and each device takes another block. Two passes over the classes are made. The first finds, for every
+example, what its softmax needs, its largest logit and its true one. The second counts.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pols_jax.heads import all_logits
+from pols_jax.metrics import Counts, count_passing
+
+# Logits of a round of blocks, over all devices together: 256 MB of float32.
+_MAX_SCORES = 2**26
+
+
+class ExampleStats(NamedTuple):
+    """What one pass over all classes finds out about each example.
+
+    The log-probability of class c is ``(logit_c - largest) - log_normalizer``. It keeps its digits where the softmax is
+    close to one, so that the order of confident examples is not lost to rounding.
+
+    Attributes:
+      true: The logit of the true class, shape ``[n]``.
+      largest: The largest logit, shape ``[n]``.
+      smallest: The smallest logit, shape ``[n]``.
+      prediction: The class of the largest logit, shape ``[n]``.
+      log_normalizer: The log of the sum of ``exp(logit - largest)``, shape ``[n]``.
+    """
+
+    true: Float[np.ndarray, " examples"]
+    largest: Float[np.ndarray, " examples"]
+    smallest: Float[np.ndarray, " examples"]
+    prediction: Int[np.ndarray, " examples"]
+    log_normalizer: Float[np.ndarray, " examples"]
+
+
+class SplitCounts(NamedTuple):
+    """What the pass that counts finds out.
+
+    Attributes:
+      one_logit: The counts of examples scored by one logit.
+      all_logits: The counts of examples scored by their softmax probability.
+      false_passing: How many false logits, of all examples and classes, are at least each true logit; int64 ``[n]``.
+      largest_false: The largest false logit.
+      passing: How many examples pass each threshold that was given, int64 ``[k, rules]``.
+      positives: How many of those belong to the class, int64 ``[k, rules]``.
+      histogram: How many false logits are in each of the bins that were given, int64 ``[bins]``.
+    """
+
+    one_logit: Counts
+    all_logits: Counts
+    false_passing: Int[np.ndarray, " examples"]
+    largest_false: float
+    passing: Int[np.ndarray, "classes rules"]
+    positives: Int[np.ndarray, "classes rules"]
+    histogram: Int[np.ndarray, " bins"]
+
+    def violation_rate(self) -> float:
+        """The share of (true logit, false logit) pairs in the wrong order, as `principle.violation_rate`."""
+        num_examples, num_classes = len(self.false_passing), len(self.one_logit.class_sizes)
+        return int(self.false_passing.sum()) / max(1, num_examples**2 * (num_classes - 1))
+
+    def separation_margin(self) -> float:
+        """The smallest true logit minus the largest false one, as `principle.separation_margin`."""
+        return float(self.one_logit.own_scores.min()) - self.largest_false
+
+
+class ScoredSplit:
+    """A split as an output layer sees it: features with labels, and the rows of the kernel.
+
+    Args:
+      features: Features, shape ``[n, d]``.
+      labels: True classes in ``[0, k)``, shape ``[n]``.
+      kernel: One row per class, shape ``[k, d]``; features are multiplied in its dtype.
+      bias: One number per class, shape ``[k]``.
+      block_size: Classes per block; by default as many as keep a round of blocks at 256 MB.
+
+    Attributes:
+      order: Where the examples, sorted by label, were before. All results are in the sorted order.
+      labels: The labels in that order.
+      num_rounds: How many blocks each device gets in one pass over the classes.
+
+    Examples:
+      >>> import numpy as np
+      >>> features = np.array([[1.0, 0.0], [0.0, 1.0], [0.9, 0.2]], np.float32)
+      >>> scored = ScoredSplit(features, np.array([0, 1, 0]), np.eye(2, dtype=np.float32), np.zeros(2, np.float32))
+      >>> stats = scored.example_stats()
+      >>> stats.prediction.tolist()
+      [0, 0, 1]
+      >>> scored.count(stats).one_logit.average_precision().tolist()
+      [1.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        features: Float[np.ndarray, "examples features"],
+        labels: Int[np.ndarray, " examples"],
+        kernel: Float[np.ndarray, "classes features"],
+        bias: Float[np.ndarray, " classes"],
+        *,
+        block_size: int | None = None,
+    ):
+        self.order = np.argsort(labels, kind="stable")
+        self.labels = np.asarray(labels)[self.order].astype(np.int32)
+        self._kernel, self._bias = kernel, bias
+        self._devices = jax.local_devices()
+        num_devices, num_classes = len(self._devices), len(kernel)
+        fitting = max(1, _MAX_SCORES // (len(labels) * num_devices))
+        self._block_size = min(block_size or fitting, -(-num_classes // num_devices))
+        self.num_rounds = -(-num_classes // (self._block_size * num_devices))
+        self._features, self._labels = self._replicate(
+            (np.asarray(features)[self.order].astype(kernel.dtype), self.labels)
+        )
+
+    def example_stats(self, *, advance: Callable[[], None] = lambda: None) -> ExampleStats:
+        """Makes the first pass.
+
+        Args:
+          advance: Is called after every round of blocks, for a progress bar.
+
+        Returns:
+          The statistics of each example, in the sorted order.
+        """
+        num_examples = len(self.labels)
+        true, largest = (np.full(num_examples, -np.inf, np.float32) for _ in range(2))
+        smallest = np.full(num_examples, np.inf, np.float32)
+        prediction = np.zeros(num_examples, np.int32)
+        rest = np.zeros(
+            num_examples, np.float64
+        )  # the sum of exp(logit - largest), without the largest itself
+        block_stats = jax.pmap(_block_stats, devices=self._devices)
+        for classes in self._rounds():
+            outputs = block_stats(self._features, self._labels, self._starts(classes), *self._head(classes))
+            for block in zip(*map(np.asarray, outputs), strict=True):
+                block_true, block_largest, block_smallest, block_prediction, block_rest = block
+                true, smallest = np.maximum(true, block_true), np.minimum(smallest, block_smallest)
+                is_larger = block_largest > largest
+                prediction = np.where(is_larger, block_prediction, prediction)
+                high, low = np.maximum(largest, block_largest), np.minimum(largest, block_largest)
+                high_rest, low_rest = np.where(is_larger, (block_rest, rest), (rest, block_rest))
+                rest = high_rest + np.exp(low.astype(np.float64) - high) * (1 + low_rest)
+                largest = high
+            advance()
+        return ExampleStats(true, largest, smallest, prediction, np.log1p(rest).astype(np.float32))
+
+    def count(
+        self,
+        stats: ExampleStats,
+        *,
+        thresholds: Float[np.ndarray, "classes rules"] | None = None,
+        bins: Float[np.ndarray, " edges"] | None = None,
+        advance: Callable[[], None] = lambda: None,
+    ) -> SplitCounts:
+        """Makes the second pass.
+
+        Args:
+          stats: What `example_stats` returned.
+          thresholds: Thresholds to be measured, any number per class; NaN is passed by nothing.
+          bins: Edges of bins of equal width that false logits are counted in; none by default.
+          advance: Is called after every round of blocks, for a progress bar.
+
+        Returns:
+          The counts, in the sorted order of the examples.
+        """
+        num_classes = len(self._kernel)
+        if thresholds is None:
+            thresholds = np.zeros((num_classes, 0), np.float32)
+        count_block = jax.pmap(_count_block, devices=self._devices)
+        normalizers = self._replicate((stats.largest, stats.log_normalizer))
+        false_logits = _FalseLogits(np.sort(stats.true), bins)
+        per_example = np.zeros((4, len(self.labels)), np.int32)
+        per_class = np.zeros((num_classes, 2, thresholds.shape[1]), np.int64)
+        for classes in self._rounds():
+            starts = self._starts(classes)
+            members = (np.searchsorted(self.labels, edge) for edge in (starts, starts + self._block_size))
+            own_counts, class_counts, block_false = count_block(
+                self._features,
+                self._labels,
+                normalizers,
+                starts,
+                *self._head(classes),
+                *(edge.astype(np.int32) for edge in members),
+                self._split(thresholds, classes, fill=np.nan),
+            )
+            # Each example is counted in the block of its own class, and is zero in the others.
+            per_example += np.asarray(own_counts).sum(axis=0)
+            per_class[classes] = np.concatenate(np.asarray(class_counts))[: len(classes)]
+            false_logits.add(np.asarray(block_false).reshape(-1))
+            advance()
+        class_sizes = np.bincount(self.labels, minlength=num_classes).astype(np.int32)
+        own_log_probs = (stats.true - stats.largest) - stats.log_normalizer
+        one_logit, all_logits = (
+            Counts(*map(jnp.asarray, (self.labels, own_scores, *per_example[rows], class_sizes)))
+            for own_scores, rows in ((stats.true, slice(0, 2)), (own_log_probs, slice(2, 4)))
+        )
+        false_passing = np.empty(len(self.labels), np.int64)
+        false_passing[np.argsort(stats.true)] = false_logits.passing
+        return SplitCounts(
+            one_logit,
+            all_logits,
+            false_passing,
+            false_logits.largest,
+            per_class[:, 0],
+            per_class[:, 1],
+            false_logits.histogram,
+        )
+
+    def column(self, class_id: int) -> Float[np.ndarray, " examples"]:
+        """Computes the logit of one class for all examples, in the sorted order."""
+        rows = (jnp.asarray(rows[class_id : class_id + 1]) for rows in (self._kernel, self._bias))
+        return np.asarray(all_logits(self._features[0], *rows))[:, 0]
+
+    def _rounds(self) -> Iterator[range]:
+        """The classes that the devices work on together."""
+        size = self._block_size * len(self._devices)
+        for start in range(0, len(self._kernel), size):
+            yield range(start, min(start + size, len(self._kernel)))
+
+    def _starts(self, classes: range) -> Int[np.ndarray, " devices"]:
+        """The first class of each device."""
+        return (classes.start + self._block_size * np.arange(len(self._devices))).astype(np.int32)
+
+    def _head(self, classes: range) -> tuple[np.ndarray, np.ndarray]:
+        """The kernel and bias of each device. Past the last class there are classes with the logit -inf."""
+        return self._split(self._kernel, classes, fill=0), self._split(self._bias, classes, fill=-np.inf)
+
+    def _split(self, per_class: np.ndarray, classes: range, *, fill: float) -> np.ndarray:
+        """From ``[k, ...]`` to ``[devices, block_size, ...]``."""
+        shape = (len(self._devices), self._block_size, *per_class.shape[1:])
+        split = np.full((shape[0] * shape[1], *shape[2:]), fill, per_class.dtype)
+        split[: len(classes)] = per_class[classes.start : classes.stop]
+        return split.reshape(shape)
+
+    def _replicate(self, tree: Any) -> Any:
+        copies = jax.pmap(lambda leaves, _: leaves, in_axes=(None, 0), devices=self._devices)
+        return copies(tree, np.arange(len(self._devices)))
+
+
+class _FalseLogits:
+    """Ranks the true logits among all false ones, which pass by in blocks.
+
+    A false logit below all true ones cannot violate the principle. The others of a block are sorted (in NumPy, whose
+    sort uses vector instructions and is many times faster than XLA's), and the true logits are looked up among them.
+    """
+
+    def __init__(self, sorted_true: Float[np.ndarray, " examples"], bins: np.ndarray | None):
+        self._sorted_true, self._bins = sorted_true, bins
+        self.passing = np.zeros(len(sorted_true), np.int64)  # false logits at or above each true logit
+        self.histogram = np.zeros(0 if bins is None else len(bins) - 1, np.int64)
+        self.largest = -np.inf
+
+    def add(self, logits: Float[np.ndarray, " any"]) -> None:
+        """Counts the logits of a block; -inf stands for what is not a false logit."""
+        with ThreadPoolExecutor(os.cpu_count()) as threads:  # NumPy sorts outside of the interpreter lock
+            for part in threads.map(self._count, np.array_split(logits, os.cpu_count() or 1)):
+                passing, histogram, largest = part
+                self.passing += passing
+                self.histogram += histogram
+                self.largest = max(self.largest, largest)
+
+    def _count(self, logits):
+        violating = np.sort(logits[logits >= self._sorted_true[0]])
+        passing = len(violating) - np.searchsorted(violating, self._sorted_true)
+        histogram = 0
+        if self._bins is not None:
+            # -inf, which is outside the range, is not counted.
+            limits = (self._bins[0], self._bins[-1])
+            histogram = np.histogram(logits, bins=len(self._bins) - 1, range=limits)[0]
+        return passing, histogram, float(np.max(logits, initial=-np.inf))
+
+
+def _block_stats(features, labels, start, kernel, bias) -> tuple[Array, ...]:
+    """On one device: the true, largest and smallest logit, its class, and the rest of the softmax's sum."""
+    logits = all_logits(features, kernel, bias)
+    class_ids = start + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    largest = jnp.max(logits, axis=1)
+    prediction = jnp.argmax(logits, axis=1).astype(jnp.int32) + start
+    true = jnp.max(logits, axis=1, where=class_ids == labels[:, None], initial=-jnp.inf)
+    smallest = jnp.min(logits, axis=1, where=logits > -jnp.inf, initial=jnp.inf)
+    reference = jnp.where(largest > -jnp.inf, largest, 0.0)  # a block of padding alone
+    exps = jnp.exp(logits - reference[:, None])
+    rest = jnp.sum(exps, axis=1, where=class_ids != prediction[:, None])
+    return true, largest, smallest, prediction, rest
+
+
+def _count_block(features, labels, normalizers, start, kernel, bias, first, end, thresholds):
+    """On one device: counts of the examples ``first`` to ``end``, whose classes the block has; and its false logits."""
+    columns = all_logits(features, kernel, bias).T  # one contiguous row per class: what the counting reads
+    largest, log_normalizer = normalizers
+
+    def count_example(i, counts):
+        logits = columns[labels[i] - start]
+        log_probs = (logits - largest) - log_normalizer
+        is_positive = labels == labels[i]
+        own = jnp.stack(
+            [
+                count
+                for scores in (logits, log_probs)
+                for count in count_passing(scores, scores[i], is_positive)
+            ]
+        )
+        return counts.at[:, i].set(own)
+
+    own_counts = lax.fori_loop(first, end, count_example, jnp.zeros((4, len(labels)), jnp.int32))
+    class_ids = start + lax.broadcasted_iota(jnp.int32, columns.shape, 0)
+    is_true = class_ids == labels[None, :]
+
+    def count_threshold(threshold):
+        return jax.vmap(count_passing)(columns, threshold, is_true)
+
+    passing, positives = lax.map(count_threshold, thresholds.T)
+    class_counts = jnp.stack([passing.T, positives.T], axis=1)
+    return own_counts, class_counts, jnp.where(is_true, -jnp.inf, columns)
