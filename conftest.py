@@ -22,3 +22,13 @@ def x64():
     """Run one test in double precision, for comparisons at 1e-12."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(autouse=True)
+def a_readers_settings(request):
+    """Run the programs of the documentation as a reader would, with JAX's own rules of promotion (optax needs them)."""
+    if request.path.suffix != ".md":
+        yield
+    else:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            yield
