@@ -150,7 +150,7 @@ def noise_contrastive_estimation(
 
     The expectation over the noise classes is computed exactly, over all classes and the true one included.
 
-    Aligned: each true logit is pushed up and each false logit down, by itself.
+    Aligned: at the minimum every true logit is 0 and every false logit tends to minus infinity, whatever q > 0 is.
 
     Args:
       logits: Logits, shape ``[..., k]``.
@@ -266,7 +266,7 @@ def batch_cross_entropy(
       labels: True classes in ``[0, k)``, integers, shape ``[m]``.
       where: Which examples are real, shape ``[m]``; all if None. The others change neither value nor gradient.
       axis_name: The device axes that the batch is split over. The loss is then that of the whole batch, on every
-        device, and the ``pmean`` of the devices' gradients under ``pmap`` is its gradient.
+        device, and the ``pmean`` of the devices' gradients, under ``pmap`` or ``shard_map``, is its gradient.
 
     Returns:
       One loss for the batch, shape ``[]``; 0 if no example is real.
