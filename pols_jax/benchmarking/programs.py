@@ -1,0 +1,94 @@
+"""Checks of compiled programs: the one with all logits computes all of them, the one with one logit does not.
+
+A benchmark is worth nothing if the compiler removed the work, or if the fast path quietly does the slow one's. Both are
+checked on the text of the very programs that are timed.
+"""
+
+import re
+from collections.abc import Iterator
+
+# The result of an instruction, and its operation: "%dot.1 = f32[1024,32]{1,0} dot(%a, %b), ...".
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (?P<result>\(.*?\)|\S+) (?P<operation>[\w-]+)\(")
+_SHAPE = re.compile(r"\w+\[([\d,]*)\]")
+# What a matrix product may be compiled to; vendors' libraries are custom calls.
+_PRODUCTS = ("dot", "convolution", "custom-call")
+# These name arrays that are there already.
+_NAMES = ("parameter", "tuple", "get-tuple-element", "bitcast")
+
+
+class ProgramError(RuntimeError):
+    """A compiled program does not do the work that it is timed for."""
+
+
+def wide_products(program: str, num_classes: int) -> int:
+    """Counts the products in a compiled program whose result is as wide as there are classes.
+
+    Args:
+      program: The text of the program, ``compiled.as_text()``.
+      num_classes: The number of classes k.
+
+    Returns:
+      How many dots, convolutions and library calls have an axis of length k in their result.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from pols_jax.heads import all_logits
+      >>> arrays = jnp.ones((2, 8)), jnp.ones((1013, 8)), jnp.ones(1013)
+      >>> wide_products(jax.jit(all_logits).lower(*arrays).compile().as_text(), 1013)
+      1
+    """
+    return sum(
+        operation in _PRODUCTS and any(num_classes in shape for shape in shapes)
+        for operation, shapes in _instructions(program)
+    )
+
+
+def wide_arrays(program: str, num_classes: int) -> int:
+    """Counts the arrays that a compiled program makes, its parameters left out, with an axis of length k.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> wide_arrays(jax.jit(lambda x: 2 * x).lower(jnp.ones((1013, 8))).compile().as_text(), 1013) > 0
+      True
+      >>> wide_arrays(jax.jit(lambda x: 2 * x[7]).lower(jnp.ones((1013, 8))).compile().as_text(), 1013)
+      0
+    """
+    return sum(
+        operation not in _NAMES and any(num_classes in shape for shape in shapes)
+        for operation, shapes in _instructions(program)
+    )
+
+
+def check_programs(*, all_logits: str, one_logit: str, backbone: str, num_classes: int) -> None:
+    """Raises unless the program with all logits has the k-wide product, and the one with one logit nothing k wide.
+
+    A layer of the backbone may happen to be k wide too, so both are compared with the program of the backbone alone.
+
+    Args:
+      all_logits: The text of the program of backbone and all logits.
+      one_logit: The text of the program of backbone and one logit.
+      backbone: The text of the program of the backbone alone; empty for programs of the head alone.
+      num_classes: The number of classes k. With a single class the two do the same work, and nothing is checked.
+
+    Raises:
+      ProgramError: if a program does not do its work.
+
+    Examples:
+      >>> check_programs(all_logits="", one_logit="", backbone="", num_classes=1024)
+      Traceback (most recent call last):
+      pols_jax.benchmarking.programs.ProgramError: The compiled program of all logits has no product over 1,024 classes.
+    """
+    if num_classes == 1:
+        return
+    if wide_products(all_logits, num_classes) <= wide_products(backbone, num_classes):
+        raise ProgramError(f"The compiled program of all logits has no product over {num_classes:,} classes.")
+    if wide_arrays(one_logit, num_classes) > wide_arrays(backbone, num_classes):
+        raise ProgramError(f"The compiled program of one logit makes an array over {num_classes:,} classes.")
+
+
+def _instructions(program: str) -> Iterator[tuple[str, list[list[int]]]]:
+    """The operation and the shapes of the result of every instruction."""
+    for line in program.splitlines():
+        if found := _INSTRUCTION.match(line):
+            sizes = _SHAPE.findall(found["result"])
+            yield found["operation"], [[int(n) for n in size.split(",") if n] for size in sizes]
