@@ -101,6 +101,11 @@ def class_logits(
       Array([[3.5, 1. ],
              [7.5, 3. ]], dtype=float32)
     """
+    return _gathered_logits(features, kernel, bias, class_ids)
+
+
+def _gathered_logits(features, kernel, bias, class_ids, row_dtype=None):
+    """`class_logits`, with the gathered rows (and not the whole kernel) cast to another dtype."""
     features, kernel, bias = jnp.asarray(features), jnp.asarray(kernel), jnp.asarray(bias)
     _check_head(features, kernel, bias)
     num_classes = kernel.shape[0]
@@ -112,11 +117,8 @@ def class_logits(
         raise ValueError(f"class_ids must be one id or a vector of ids, got shape {class_ids.shape}.")
     asked = jnp.atleast_1d(class_ids)
     exists = (asked >= 0) & (asked < num_classes)
-    logits = all_logits(
-        features,
-        kernel.at[asked].get(mode="clip"),
-        bias.at[asked].get(mode="clip"),
-    )
+    rows = kernel.at[asked].get(mode="clip").astype(row_dtype or kernel.dtype)
+    logits = all_logits(features, rows, bias.at[asked].get(mode="clip"))
     exists = jnp.broadcast_to(exists, logits.shape)
     logits = jnp.where(exists, logits, jnp.full_like(logits, jnp.nan))
     return logits if class_ids.ndim else logits[..., 0]
@@ -183,19 +185,18 @@ class ClassHead(nn.Module):
 
     def __call__(self, features: Float[Array, "*batch features"]) -> Float[Array, "*batch classes"]:
         """Computes the logits of every class, see `all_logits`."""
-        return all_logits(*self._in_compute_dtype(features))
+        kernel, bias = self.parameters(features.shape[-1])
+        return all_logits(self._cast(features), self._cast(kernel), bias)
 
     def class_logits(
         self, features: Float[Array, "*batch features"], class_ids: Int[ArrayLike, "..."]
     ) -> Float[Array, "..."]:
         """Computes the logits of the asked classes only, see `class_logits` in this module."""
-        return class_logits(*self._in_compute_dtype(features), class_ids)
-
-    def _in_compute_dtype(self, features):
         kernel, bias = self.parameters(features.shape[-1])
-        if self.dtype is None:
-            return features, kernel, bias
-        return features.astype(self.dtype), kernel.astype(self.dtype), bias
+        return _gathered_logits(self._cast(features), kernel, bias, class_ids, row_dtype=self.dtype)
+
+    def _cast(self, array):
+        return array if self.dtype is None else array.astype(self.dtype)
 
 
 def _contract(left, right, dtype):

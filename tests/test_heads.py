@@ -231,3 +231,26 @@ def test_a_bias_that_starts_at_the_prior_makes_the_sigmoids_of_an_example_sum_to
     np.testing.assert_allclose(jax.nn.sigmoid(logits).sum(), 1.0, rtol=1e-5)
     with pytest.raises(ValueError, match="num_classes must be at least 2"):
         prior_bias(1)
+
+
+def test_in_mixed_precision_only_the_asked_rows_are_cast():
+    """Casting the kernel before the gather would make the cost of one logit grow with k."""
+
+    def flops(num_classes):
+        head = ClassHead(num_classes, dtype=jnp.bfloat16)
+        features = jnp.ones((4, 16))
+        variables = jax.eval_shape(head.init, jax.random.key(0), features)
+        query = jax.jit(lambda v, f, c: head.apply(v, f, c, method="class_logits"))
+        compiled = query.lower(variables, features, jnp.zeros((), jnp.int32)).compile()
+        return compiled.cost_analysis()["flops"]
+
+    assert flops(100_000) == flops(100)
+
+
+def test_in_mixed_precision_one_logit_equals_its_column_of_all_logits():
+    head = ClassHead(50, dtype=jnp.bfloat16)
+    features = jax.random.normal(jax.random.key(1), (4, 16))
+    variables = head.init(jax.random.key(0), features)
+    one = head.apply(variables, features, 7, method="class_logits")
+    # Both multiply the same bfloat16 numbers and add in float32, in an order of their own.
+    np.testing.assert_allclose(one, head.apply(variables, features)[:, 7], rtol=1e-5, atol=1e-6)
