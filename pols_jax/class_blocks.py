@@ -5,6 +5,7 @@ thresholds, and each device takes another block. Two passes over the classes are
 example, what its softmax needs, its largest logit and its true one. The second counts.
 """
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -113,7 +114,7 @@ class ScoredSplit:
         self.order = np.argsort(labels, kind="stable")
         self.labels = np.asarray(labels)[self.order].astype(np.int32)
         self._kernel, self._bias = kernel, bias
-        self._devices = jax.local_devices()
+        self._devices = tuple(jax.local_devices())
         num_devices, num_classes = len(self._devices), len(kernel)
         fitting = max(1, _MAX_SCORES // (len(labels) * num_devices))
         self._block_size = min(block_size or fitting, -(-num_classes // num_devices))
@@ -138,7 +139,7 @@ class ScoredSplit:
         rest = np.zeros(
             num_examples, np.float64
         )  # the sum of exp(logit - largest), without the largest itself
-        block_stats = jax.pmap(_block_stats, devices=self._devices)
+        block_stats = _on_devices(_block_stats, self._devices)
         for classes in self._rounds():
             outputs = block_stats(self._features, self._labels, self._starts(classes), *self._head(classes))
             for block in zip(*map(np.asarray, outputs), strict=True):
@@ -175,7 +176,7 @@ class ScoredSplit:
         num_classes = len(self._kernel)
         if thresholds is None:
             thresholds = np.zeros((num_classes, 0), np.float32)
-        count_block = jax.pmap(_count_block, devices=self._devices)
+        count_block = _on_devices(_count_block, self._devices)
         normalizers = self._replicate((stats.largest, stats.log_normalizer))
         false_logits = _FalseLogits(np.sort(stats.true), bins)
         per_example = np.zeros((4, len(self.labels)), np.int32)
@@ -277,6 +278,12 @@ class _FalseLogits:
             limits = (self._bins[0], self._bins[-1])
             histogram = np.histogram(logits, bins=len(self._bins) - 1, range=limits)[0]
         return passing, histogram, float(np.max(logits, initial=-np.inf))
+
+
+@functools.cache
+def _on_devices(function: Callable, devices: tuple[Any, ...]) -> Callable:
+    """The function, compiled once per shape for all splits and runs."""
+    return jax.pmap(function, devices=devices)
 
 
 def _block_stats(features, labels, start, kernel, bias) -> tuple[Array, ...]:

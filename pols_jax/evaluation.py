@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pols_jax.class_blocks import ExampleStats, ScoredSplit, SplitCounts
 from pols_jax.data import Dataset, Split, evaluation_batches
+from pols_jax.metrics import Counts
 from pols_jax.models import Classifier
 from pols_jax.runs import Run, RunError
 from pols_jax.thresholds import DEFAULT_RULES, Thresholds
@@ -87,10 +90,11 @@ def evaluate(
         scored, stats = (validation, stats) if split == "validation" else evaluator.scored(split)
         bins = np.linspace(stats.smallest.min(), stats.largest.max(), _NUM_BINS + 1) if histograms else None
         counts = evaluator.count(scored, stats, thresholds=_default_thresholds(thresholds, run), bins=bins)
-    arrays = _per_class(counts) | _curves(counts)
+    arrays = _per_class(counts)
     if bins is not None:
         class_id = _class_id(run, histogram_class)
-        arrays |= _histograms(counts, bins) | {
+        arrays |= _curves(counts) | _histograms(counts, bins)
+        arrays |= {
             "class_id": np.array(class_id),
             "class_logits": scored.column(class_id),
             "class_labels": scored.labels == class_id,
@@ -106,8 +110,8 @@ def evaluate(
         "num_examples": len(scored.labels),
         "num_classes": run.num_classes,
         "num_classes_with_examples": int(np.count_nonzero(arrays["class_sizes"])),
-        "slc": _measures(counts.one_logit.slc_metrics()),
-        "all_logits": _measures(counts.all_logits.slc_metrics()),
+        "slc": _means(arrays, ""),
+        "all_logits": _means(arrays, "all_logits_"),
         "accuracy": float(np.mean(stats.prediction == scored.labels)),
         "violation_rate": counts.violation_rate(),
         "separation_margin": counts.separation_margin(),
@@ -253,28 +257,36 @@ def _threshold_report(thresholds: Thresholds, counts: SplitCounts) -> list[dict[
 
 
 def _per_class(counts: SplitCounts) -> dict[str, np.ndarray]:
-    one, every = counts.one_logit, counts.all_logits
-    return {
-        "class_sizes": np.asarray(one.class_sizes),
-        "auprc": np.asarray(one.average_precision()),
-        "precision_at_0.9": np.asarray(one.precision_at_recall(0.9)),
-        "precision_at_0.99": np.asarray(one.precision_at_recall(0.99)),
-        "all_logits_auprc": np.asarray(every.average_precision()),
-        "all_logits_precision_at_0.9": np.asarray(every.precision_at_recall(0.9)),
-        "all_logits_precision_at_0.99": np.asarray(every.precision_at_recall(0.99)),
-    }
+    arrays = {"class_sizes": np.asarray(counts.one_logit.class_sizes)}
+    for prefix, scores in (("", counts.one_logit), ("all_logits_", counts.all_logits)):
+        measures = zip(MEASURES, _class_measures(scores), strict=True)
+        arrays |= {f"{prefix}{name}": np.asarray(values) for name, values in measures}
+    return arrays
+
+
+@jax.jit
+def _class_measures(counts: Counts) -> tuple[Array, Array, Array]:
+    """The measures of each class, in the order of `MEASURES`."""
+    return counts.average_precision(), counts.precision_at_recall(0.9), counts.precision_at_recall(0.99)
+
+
+def _means(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, float]:
+    """The measures, averaged over the classes that have examples."""
+    return {name: float(np.nanmean(arrays[f"{prefix}{name}"], dtype=np.float64)) for name in MEASURES}
 
 
 def _curves(counts: SplitCounts) -> dict[str, np.ndarray]:
     """Precision at each recall, averaged over classes: Precision@0.9 of the tables is a point of this curve."""
 
-    def curve(scores) -> np.ndarray:
-        return np.array([np.nanmean(scores.precision_at_recall(float(recall))) for recall in _CURVE_RECALLS])
+    @jax.jit
+    def curve(scores: Counts) -> Array:
+        recalls = jnp.asarray(_CURVE_RECALLS, jnp.float32)
+        return lax.map(lambda recall: jnp.nanmean(scores.precision_at_recall(recall)), recalls)
 
     return {
         "curve_recall": _CURVE_RECALLS,
-        "curve_precision": curve(counts.one_logit),
-        "all_logits_curve_precision": curve(counts.all_logits),
+        "curve_precision": np.asarray(curve(counts.one_logit)),
+        "all_logits_curve_precision": np.asarray(curve(counts.all_logits)),
     }
 
 
@@ -303,10 +315,6 @@ def _class_id(run: Run, name: str | None) -> int:
     if name not in run.class_names:
         raise RunError(f"The run in {run.directory} has no class named {name!r}.")
     return run.class_names.index(name)
-
-
-def _measures(metrics: dict[str, Array]) -> dict[str, float]:
-    return {name: float(metrics[name]) for name in MEASURES}
 
 
 def _mean(values: np.ndarray) -> float | None:

@@ -94,12 +94,8 @@ def slc_table(records: Sequence[Record], *, console: Console | None = None) -> N
     """
     console = console or _standard_output()
     for group in group_by_data(records):
-        first, *others = _column_names()
-        table = _table(_title(group[0]), first, *(heading.replace(" 1-", "\n1-") for heading in others))
-        for row in slc_rows(group):
-            style = "dim" if row.is_quoted else None
-            table.add_row(*row.cells(), style=style, end_section=row.ends_section)
-        console.print(table)
+        lines = [(row.cells(), row.ends_section, "dim" if row.is_quoted else None) for row in slc_rows(group)]
+        _print_table(console, _title(group[0]), _column_names(), lines, names=1, first_part=3)
         for sentence in conclusions(group):
             console.print(sentence, soft_wrap=True, highlight=False)
 
@@ -182,20 +178,19 @@ def threshold_table(records: Sequence[Record], *, console: Console | None = None
       console: Where to print; standard output if None.
     """
     console = console or _standard_output()
-    first, *others = _THRESHOLD_COLUMNS
-    table = _table(
-        "Thresholds chosen on the validation split", first, *(h.replace(": ", "\n") for h in others)
-    )
+    lines = []
     for record in sort_by_loss(records):
-        lines = threshold_cells(record)
-        for i, (loss, *cells) in enumerate(lines):
-            table.add_row("" if i else loss, *cells, end_section=i == len(lines) - 1)
-    console.print(table)
+        for i, (loss, *cells) in enumerate(rules := threshold_cells(record)):
+            lines.append((["" if i else loss, *cells], i == len(rules) - 1, None))
+    title = "Thresholds chosen on the validation split"
+    _print_table(console, title, _THRESHOLD_COLUMNS, lines, names=2, first_part=3)
 
 
 def threshold_cells(record: Record) -> list[list[str]]:
-    """What each threshold rule gives: the loss, the rule, and for one threshold per class and for one threshold for all
-    classes the mean recall, the mean precision, and in how many classes the wanted value was reached.
+    """What each threshold rule gives, one line per rule.
+
+    A line has the loss and the rule; then, for a threshold per class and for one threshold for all classes, the mean
+    recall, the mean precision, and in how many classes the wanted value was reached.
 
     Examples:
       >>> entry = {"mean_recall": 0.5, "mean_precision": None, "num_classes": 9, "num_classes_promise_held": 4}
@@ -355,13 +350,47 @@ def _standard_output() -> Console:
     return console if console.is_terminal else Console(width=160)
 
 
-def _table(title: str, first: str, *numbers: str) -> Table:
-    """A table whose first column gives way where the terminal is narrow."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first, overflow="fold")
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+def _print_table(
+    console: Console,
+    title: str,
+    headings: Sequence[str],
+    lines: Sequence[tuple[Sequence[str], bool, str | None]],
+    *,
+    names: int,
+    first_part: int,
+) -> None:
+    """Prints a table; where the terminal is too narrow, in two parts that both have the columns of names.
+
+    Args:
+      console: Where to print.
+      title: What is above the table.
+      headings: One per column; a colon or the beginning of a measure starts a second line.
+      lines: The cells of each line, whether a rule is drawn below it, and its style.
+      names: How many of the first columns are names.
+      first_part: How many columns of numbers the first part has.
+    """
+
+    def part(columns: Sequence[int]) -> Table:
+        table = Table(title=title, title_justify="left", box=box.HORIZONTALS, padding=(0, 1, 0, 0))
+        for i in columns:
+            heading = headings[i].replace(" 1-", "\n1-").replace(": ", "\n")
+            if i < names:
+                table.add_column(heading, overflow="fold")
+            else:
+                table.add_column(heading, justify="right", no_wrap=True)
+        for cells, ends_section, style in lines:
+            table.add_row(*(cells[i] for i in columns), end_section=ends_section, style=style)
+        return table
+
+    everything = range(len(headings))
+    whole = part(everything)
+    unlimited = console.options.update(max_width=1000)
+    if console.measure(whole, options=unlimited).maximum <= console.width:
+        console.print(whole)
+        return
+    cut = names + first_part
+    for columns in (everything[:cut], [*everything[:names], *everything[cut:]]):
+        console.print(part(columns))
 
 
 def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
