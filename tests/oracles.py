@@ -201,6 +201,16 @@ CASES = (
 )
 NUM_CLASSES = 5
 
+# One set of hyper-parameters for each loss that fits any number of classes.
+ANY_K = {name: {"num_noise": 2} if name == "noise_contrastive_estimation" else {} for name in ORACLES}
+
+
+def problem(num_examples=7, num_classes=NUM_CLASSES, *, seed=0) -> tuple[np.ndarray, np.ndarray]:
+    """Random float32 logits of about 3 and labels for them."""
+    rng = np.random.default_rng(seed)
+    logits = (3.0 * rng.normal(size=(num_examples, num_classes))).astype(np.float32)
+    return logits, rng.integers(0, num_classes, num_examples, dtype=np.int32)
+
 
 def value_and_gradient(name: str, logits, labels, where=None, **hyperparameters) -> tuple[float, np.ndarray]:
     """The mean loss over the rows that `where` marks, and its gradient; masked rows are dropped before anything is computed."""

@@ -1,4 +1,4 @@
-"""The seven losses: values and gradients against the oracle, goldens, precision, edge cases and errors."""
+"""The seven losses: values and gradients against the oracle, goldens, precision, padding and edge cases."""
 
 import functools
 
@@ -7,25 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
-from oracles import CASES, NUM_CLASSES, ORACLES, central_difference, value_and_gradient
+from oracles import ANY_K, CASES, NUM_CLASSES, ORACLES, central_difference, problem, value_and_gradient
 
 from pols_jax import losses
-from pols_jax.losses import ALIGNED, LOSSES, make_loss
+from pols_jax.losses import LOSSES, make_loss
 
 every_case = pytest.mark.parametrize(
     ("name", "hyperparameters"), CASES, ids=lambda value: value if isinstance(value, str) else ",".join(value)
 )
-# One set of hyper-parameters that fits any number of classes.
-ANY_K = {name: {"num_noise": 2} if name == "noise_contrastive_estimation" else {} for name in LOSSES}
 every_loss = pytest.mark.parametrize("name", LOSSES)
 BATCH_LOSSES = ("batch_cross_entropy", "batch_max_margin")
-
-
-def problem(num_examples=7, num_classes=NUM_CLASSES, *, seed=0, scale=3.0):
-    rng = np.random.default_rng(seed)
-    logits = (scale * rng.normal(size=(num_examples, num_classes))).astype(np.float32)
-    return logits, rng.integers(0, num_classes, num_examples, dtype=np.int32)
-
 
 _COMPILED = {}
 
@@ -36,11 +27,6 @@ def jitted_value_and_grad(name, **hyperparameters):
     if key not in _COMPILED:
         _COMPILED[key] = jax.jit(jax.value_and_grad(make_loss(name, **hyperparameters)))
     return _COMPILED[key]
-
-
-def assert_finite(value, gradient):
-    assert np.isfinite(value)
-    assert np.isfinite(gradient).all()
 
 
 @pytest.mark.parametrize("name", ORACLES)
@@ -81,9 +67,10 @@ def test_value_and_gradient_equal_the_oracle_in_float64(name, hyperparameters, x
     np.testing.assert_allclose(gradient, expected_gradient, atol=1e-14)
 
 
-@every_case
+@every_loss
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_16_bit_logits_are_accumulated_in_float32(name, hyperparameters, dtype):
+def test_16_bit_logits_are_accumulated_in_float32(name, dtype):
+    hyperparameters = ANY_K[name]
     logits, labels = problem()
     logits = jnp.asarray(logits, dtype)
     value, gradient = jitted_value_and_grad(name, **hyperparameters)(logits, labels)
@@ -226,7 +213,8 @@ def test_values_and_gradients_stay_finite_and_right_for_logits_of_ten_thousand(n
         "one huge": np.where(np.arange(m * k).reshape(m, k) == 5, 1e4, 0.0),
     }[pattern].astype(np.float32)
     value, gradient = jitted_value_and_grad(name, **ANY_K[name])(logits, labels)
-    assert_finite(value, gradient)
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
     expected, _ = value_and_gradient(name, logits, labels, **ANY_K[name])
     # Small parts beside large ones are kept to the precision of the large ones, and no worse than 1e-3.
     np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-3)
@@ -292,190 +280,3 @@ def test_batch_cross_entropy_reaches_its_minimum_of_zero_without_rounding_below_
     labels = np.arange(100) % 10
     logits = np.where(labels[:, None] == np.arange(10), 50.0, -50.0).astype(np.float32)
     assert losses.batch_cross_entropy(logits, labels) == 0.0
-
-
-@every_loss
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
-def test_labels_may_be_of_any_integer_dtype(name, dtype):
-    # 200 classes do not fit int8: the number of classes must never be cast to the dtype of the labels.
-    logits = problem(4, 200)[0]
-    labels = np.array([0, 5, 100, 127], dtype)
-    loss = jax.jit(make_loss(name, **ANY_K[name]))
-    np.testing.assert_array_equal(loss(logits, labels), loss(logits, labels.astype(np.int32)))
-
-
-@every_loss
-@pytest.mark.parametrize("label", [-1, 5, 2**31 - 1, -(2**31)])
-def test_a_label_out_of_range_gives_nan_and_never_the_loss_of_another_class(name, label):
-    logits, labels = problem()
-    labels[1] = label
-    assert np.isnan(jitted_value_and_grad(name, **ANY_K[name])(logits, labels)[0])
-    if name not in BATCH_LOSSES:
-        per_example = LOSSES[name](logits, labels, **ANY_K[name])
-        np.testing.assert_array_equal(np.isnan(per_example), np.arange(7) == 1)
-
-
-def test_a_class_that_is_never_noise_is_the_limit_of_a_class_that_is_hardly_ever_noise():
-    logits, labels = problem()
-
-    def loss(rare):
-        noise_probs = np.array([0.5 - rare, 0.25, 0.25, rare / 2, rare / 2], np.float32)
-        return jax.value_and_grad(
-            make_loss("noise_contrastive_estimation", num_noise=4, noise_probs=noise_probs)
-        )(logits, labels)
-
-    never_value, never_gradient = loss(0.0)
-    assert_finite(never_value, never_gradient)
-    assert (never_gradient[:, 3:] == 0).all()
-    # t q log(1 + e^z / (t q)) is of order t q log(1 / (t q)) = 2e-7 here.
-    almost_value, almost_gradient = loss(1e-9)
-    np.testing.assert_allclose(never_value, almost_value, rtol=1e-5)
-    np.testing.assert_allclose(never_gradient, almost_gradient, atol=1e-6)
-
-
-@pytest.mark.parametrize("where_from", ["numpy", "closed over", "traced"])
-def test_noise_probs_may_be_a_constant_or_traced_under_jit(where_from):
-    logits, labels = problem()
-    noise_probs = np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32)
-    on_device = jnp.asarray(noise_probs)
-    if where_from == "traced":
-        value = jax.jit(
-            lambda z, q: losses.noise_contrastive_estimation(z, labels, num_noise=2, noise_probs=q)
-        )(logits, on_device)
-    else:
-        q = noise_probs if where_from == "numpy" else on_device
-        value = jax.jit(lambda z: losses.noise_contrastive_estimation(z, labels, num_noise=2, noise_probs=q))(
-            logits
-        )
-    expected = ORACLES["noise_contrastive_estimation"].loss(logits, labels, 2, noise_probs)
-    np.testing.assert_allclose(value, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("noise_probs", "error", "message"),
-    [
-        ([0.5, 0.5], ValueError, r"noise_probs must have shape \[5\], got shape \(2,\)"),
-        ([[0.2] * 5], ValueError, r"noise_probs must have shape \[5\], got shape \(1, 5\)"),
-        ([0.2] * 4 + [0.4], ValueError, "noise_probs must sum to one"),
-        ([0.5, 0.5, 0.5, -0.5, 0.0], ValueError, "noise_probs must not be negative"),
-        ([np.nan] * 5, ValueError, "noise_probs must not be negative"),
-        ([1, 0, 0, 0, 0], TypeError, "noise_probs must be floating-point numbers"),
-    ],
-)
-def test_noise_probs_that_are_no_distribution_over_the_classes_are_refused(noise_probs, error, message):
-    logits, labels = problem()
-    with pytest.raises(error, match=message):
-        losses.noise_contrastive_estimation(logits, labels, num_noise=2, noise_probs=np.array(noise_probs))
-
-
-@pytest.mark.parametrize(
-    ("name", "argument"),
-    [
-        ("max_margin", "margin"),
-        ("batch_max_margin", "margin"),
-        ("self_normalization", "alpha"),
-        ("noise_contrastive_estimation", "num_noise"),
-    ],
-)
-@pytest.mark.parametrize("value", [0, -1.0, np.float32(-2), float("nan")])
-def test_a_hyper_parameter_that_is_not_positive_is_an_error_that_names_it(name, argument, value):
-    with pytest.raises(ValueError, match=f"{argument} must be positive"):
-        make_loss(name, **{argument: value})(*problem())
-
-
-@pytest.mark.parametrize(
-    ("name", "argument", "values"),
-    [
-        ("max_margin", "margin", [0.5, 1.0, 2.0]),
-        ("batch_max_margin", "margin", [0.5, 1.0, 2.0]),
-        ("self_normalization", "alpha", [0.05, 0.1, 1.0]),
-        ("noise_contrastive_estimation", "num_noise", [1.0, 2.0, 10.0]),
-        ("noise_contrastive_estimation", "num_noise", [1, 2, 10]),
-    ],
-)
-def test_hyper_parameters_may_be_traced(name, argument, values):
-    logits, labels = problem()
-    traced = jax.jit(jax.vmap(lambda v: make_loss(name, **{argument: v})(logits, labels)))(jnp.array(values))
-    apart = [value_and_gradient(name, logits, labels, **{argument: value})[0] for value in values]
-    np.testing.assert_allclose(traced, apart, rtol=1e-6)
-
-
-WRONG_INPUTS = [
-    (np.ones((2, 3), np.int32), np.zeros(2, np.int32), TypeError, "logits must be floating-point"),
-    (np.ones((2, 3), np.float32), np.zeros(2, np.float32), TypeError, "labels must be integers"),
-    (np.ones((2, 3), np.float32), np.zeros(2, bool), TypeError, "labels must be integers"),
-    (np.ones((2, 3), np.float32), np.zeros(3, np.int32), ValueError, "labels must have the shape of logits"),
-    (
-        np.ones((2, 3), np.float32),
-        np.zeros((2, 1), np.int32),
-        ValueError,
-        "labels must have the shape of logits",
-    ),
-    (
-        np.ones((2, 3), np.float32),
-        np.zeros((2, 3), np.int32),
-        ValueError,
-        "labels must have the shape of logits",
-    ),
-    (np.ones((2, 0), np.float32), np.zeros(2, np.int32), ValueError, "logits must have shape"),
-    (np.float32(1), np.int32(0), ValueError, "logits must have"),
-]
-
-
-@every_loss
-@pytest.mark.parametrize("form", ["itself", "make_loss"])
-@pytest.mark.parametrize(("logits", "labels", "error", "message"), WRONG_INPUTS)
-def test_wrong_logits_or_labels_are_errors_that_name_the_argument(name, form, logits, labels, error, message):
-    loss = (
-        make_loss(name, **ANY_K[name])
-        if form == "make_loss"
-        else functools.partial(LOSSES[name], **ANY_K[name])
-    )
-    with pytest.raises(error, match=message):
-        loss(logits, labels)
-    with pytest.raises(error, match=message):
-        jax.eval_shape(loss, logits, labels)  # at trace time, before anything is computed
-
-
-@pytest.mark.parametrize("name", BATCH_LOSSES)
-@pytest.mark.parametrize("shape", [(3,), (2, 4, 3)])
-def test_batch_losses_refuse_logits_that_are_not_of_rank_two(name, shape):
-    with pytest.raises(ValueError, match="logits must have 2 axes"):
-        LOSSES[name](np.ones(shape, np.float32), np.zeros(shape[:-1], np.int32))
-
-
-@every_loss
-@pytest.mark.parametrize(
-    ("where", "error", "message"),
-    [
-        (np.ones(2), TypeError, "where must be booleans"),
-        (np.ones(2, np.int32), TypeError, "where must be booleans"),
-        (np.ones(3, bool), ValueError, "where must have the shape of labels"),
-        (np.ones((2, 1), bool), ValueError, "where must have the shape of labels"),
-    ],
-)
-def test_a_wrong_mask_is_an_error_that_names_it(name, where, error, message):
-    with pytest.raises(error, match=message):
-        make_loss(name, **ANY_K[name])(np.ones((2, 3), np.float32), np.zeros(2, np.int32), where=where)
-
-
-def test_make_loss_says_what_is_wrong_with_a_name_or_a_hyper_parameter():
-    with pytest.raises(ValueError, match=r"no loss named 'crossentropy'; did you mean cross_entropy"):
-        make_loss("crossentropy")
-    with pytest.raises(TypeError, match="max_margin has no hyper-parameter 'alpha'; it takes margin"):
-        make_loss("max_margin", alpha=1.0)
-    with pytest.raises(
-        TypeError, match="cross_entropy has no hyper-parameter 'margin'; it takes no hyper-parameters"
-    ):
-        make_loss("cross_entropy", margin=1.0)
-    with pytest.raises(TypeError, match="noise_contrastive_estimation needs the hyper-parameter 'num_noise'"):
-        make_loss("noise_contrastive_estimation")
-    with pytest.raises(TypeError, match="batch_cross_entropy has no hyper-parameter 'where'"):
-        make_loss("batch_cross_entropy", where=None)
-
-
-def test_there_are_seven_losses_named_after_their_functions_and_five_are_aligned():
-    assert tuple(LOSSES) == tuple(ORACLES)
-    assert all(getattr(losses, name) is loss for name, loss in LOSSES.items())
-    assert set(LOSSES) - ALIGNED == {"cross_entropy", "max_margin"}
-    assert len(LOSSES) == 7
