@@ -192,7 +192,10 @@ def train_step(
     if axis_name is not None:
         grads = lax.pmean(grads, axis_name)
         correct, examples = lax.psum((correct, examples), axis_name)
-    updates, opt_state = learner.optimizer.update(grads, state.opt_state, state.params)
+    with jax.numpy_dtype_promotion(
+        "standard"
+    ):  # optax mixes step counts and floats, which strict promotion forbids
+        updates, opt_state = learner.optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     totals = Totals(value, correct, examples, jnp.ones((), jnp.int32), value)
     return TrainState(state.step + 1, params, batch_stats, opt_state), totals

@@ -247,7 +247,7 @@ class _Run:
 
     def _learning_rate(self, step: int) -> float:
         """The learning rate of the step that led here."""
-        return float(np.asarray(self.schedule(step - 1)))
+        return float(np.asarray(self.schedule(np.float32(step - 1))))
 
     def _diverged(self, step: int, log: MetricsLog | None) -> Outcome:
         self.checkpoints.wait()

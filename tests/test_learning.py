@@ -19,13 +19,6 @@ from pols_jax.optimizers import make_optimizer, make_schedule
 CONFIG = RunConfig(characters="0030-0039", width=0.05, batch_size=32, steps=20, evaluate_every=20)
 
 
-@pytest.fixture(autouse=True)
-def optax_promotes_dtypes():
-    """Optax's own schedules and Adam mix integers and floats, which strict promotion forbids."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def digits() -> Dataset:
     return load("glyphs", **CONFIG.options())

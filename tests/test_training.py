@@ -5,7 +5,6 @@ import json
 import signal
 
 import chex
-import jax
 import numpy as np
 import pytest
 
@@ -24,13 +23,6 @@ CONFIG = RunConfig(
 OPTIONS = RunOptions(quiet=True)
 
 
-@pytest.fixture(autouse=True)
-def optax_promotes_dtypes():
-    """Optax's own schedules and Adam mix integers and floats, which strict promotion forbids."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def digits():
     return load("glyphs", **CONFIG.options())
@@ -39,8 +31,7 @@ def digits():
 @pytest.fixture(scope="module")
 def finished_run(digits, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    with jax.numpy_dtype_promotion("standard"):
-        fit(CONFIG, digits, run_dir, options=OPTIONS)
+    fit(CONFIG, digits, run_dir, options=OPTIONS)
     return run_dir
 
 
