@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from pols_jax.benchmarking.timing import Measurement
 from pols_jax.config import ConfigError
 
@@ -130,7 +128,7 @@ class Recorder:
             self.save()
 
 
-def describe_environment(devices: Sequence[jax.Device], *, command: Sequence[str] = ()) -> dict[str, Any]:
+def describe_environment(devices: Sequence[Any], *, command: Sequence[str] = ()) -> dict[str, Any]:
     """Says where and with what a measurement is made.
 
     Args:
@@ -141,6 +139,7 @@ def describe_environment(devices: Sequence[jax.Device], *, command: Sequence[str
       ``command``, ``started``, ``commit``, ``versions``, ``device`` and ``host``, ready for JSON.
 
     Examples:
+      >>> import jax
       >>> environment = describe_environment(jax.devices()[:1], command=["bench_speed.py", "losses"])
       >>> environment["command"], environment["device"]["platform"]
       ('bench_speed.py losses', 'cpu')
@@ -167,10 +166,11 @@ def describe_environment(devices: Sequence[jax.Device], *, command: Sequence[str
     }
 
 
-def available_bytes(device: jax.Device) -> int | None:
+def available_bytes(device: Any) -> int | None:
     """Estimates how much memory can still be had on a device; None if that cannot be found out.
 
     Examples:
+      >>> import jax
       >>> available_bytes(jax.devices("cpu")[0]) != 0
       True
     """

@@ -1,0 +1,268 @@
+"""All logits against one gathered logit: backbone and head, and each alone, for any number of classes.
+
+All variants of a network are timed in one interleaved group, so the kernels of all numbers of classes exist at once. On a
+CPU they are views of one array; an accelerator holds a copy of each.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
+
+from pols_jax.benchmarking.programs import check_programs
+from pols_jax.benchmarking.records import Recorder, available_bytes
+from pols_jax.benchmarking.settings import LogitsSettings, find_devices
+from pols_jax.benchmarking.timing import Variant, measure
+from pols_jax.heads import all_logits, class_logits
+from pols_jax.models import MODELS
+
+_IMAGE_SHAPES = {"mlp": (28, 28, 1), "cnn": (32, 32, 3), "inception_v3": (299, 299, 3)}
+_IMAGENET_SHAPE = (224, 224, 3)
+# Random rows; a larger kernel repeats them. What is read and multiplied is as much as with rows that all differ.
+_RANDOM_ROWS = 4096
+# JAX takes an array of NumPy's over without a copy if it starts at a multiple of this many bytes.
+_ALIGNMENT = 64
+# A kernel may take this share of the memory that is free: the rest is for logits, and for everybody else.
+_USABLE_SHARE = 0.85
+
+
+def run_logits(settings: LogitsSettings, recorder: Recorder, *, say: Callable[[str], None]) -> None:
+    """Measures what the settings ask for, network by network.
+
+    Args:
+      settings: What to measure, resolved and checked.
+      recorder: Where the measurements go.
+      say: Called with a line of text about what is going on.
+    """
+    for network in settings.networks:
+        for batch_size in settings.batch_size:
+            _run_network(network, batch_size, settings, recorder, say)
+
+
+def _run_network(network, batch_size, settings, recorder, say):
+    title = f"{network}, batch size {batch_size}"
+    say(f"{title}: compiling")
+    bench = NetworkBench(network, batch_size, settings)
+    variants = bench.variants()
+    if settings.peer == "torch":
+        from pols_jax.benchmarking import torch_peer  # PyTorch is loaded only if it is asked for
+
+        for num_classes in bench.classes:
+            variants += torch_peer.head_variants(
+                bench.host_features,
+                *bench.host_head(num_classes),
+                asked=bench.asked_classes(num_classes),
+                case={**bench.case, "num_classes": num_classes},
+                platform=bench.devices[0].platform,
+            )
+    recorder.record.skipped.extend(bench.skipped)
+    for skipped in bench.skipped:
+        say(f"{title}: {skipped['case']['num_classes']:,} classes left out, {skipped['reason']}")
+    say(f"{title}: {len(variants)} variants, {settings.batches} calls of each")
+    measure(
+        variants,
+        repetitions=settings.batches,
+        measurements=recorder.record.measurements,
+        after_round=recorder.save_now_and_then,
+    )
+    recorder.save()
+    if settings.profile is not None:
+        profile(variants, settings.profile / f"{network}-{batch_size}")
+
+
+class NetworkBench:
+    """One network with random weights, random images and random output layers of several sizes, on its devices.
+
+    Args:
+      network: A key of `MODELS`.
+      batch_size: How many images each device is given.
+      settings: The other settings.
+
+    Attributes:
+      devices: Where it runs.
+      case: What identifies its measurements.
+      classes: The numbers of classes that fit in memory.
+      skipped: Those that do not: one dictionary for each with its ``case``, ``kernel_bytes`` and the ``reason``.
+
+    Examples:
+      >>> bench = NetworkBench("mlp", 2, LogitsSettings(classes=(7, 1013)))
+      >>> for variant in bench.variants()[:3]:
+      ...     print(variant.name, variant.case.get("num_classes"), variant.call(0).shape)
+      backbone None (2, 500)
+      all_logits 7 (2, 7)
+      one_logit 7 (2,)
+    """
+
+    def __init__(self, network: str, batch_size: int, settings: LogitsSettings):
+        self.devices = find_devices(settings.device, settings.num_devices)
+        self._mesh = Mesh(np.array(self.devices), ("devices",))
+        self._dtype = jnp.dtype(settings.dtype)
+        backbone = MODELS[network](dtype=None if self._dtype == jnp.float32 else self._dtype)
+        shape = _IMAGE_SHAPES.get(network, _IMAGENET_SHAPE)
+        rng = np.random.default_rng(0)
+        images = rng.standard_normal((batch_size * len(self.devices), *shape), np.float32)
+        with jax.default_device(self.devices[0]):
+            variables = jax.jit(backbone.init)(jax.random.key(0), images[:1])
+        self._images, self._variables = self._split(images), self._replicated(variables)
+        self._apply: Callable[..., Any] = backbone.apply  # in evaluation mode it returns the features alone
+        self._backbone, self._backbone_ms = self._compile(self._apply, self._variables, self._images)
+        self._features = self._backbone(self._variables, self._images)
+        self._num_features = self._features.shape[-1]
+        self.case: dict[str, str | int] = {
+            "network": network,
+            "batch_size": batch_size,
+            "num_devices": len(self.devices),
+            "num_features": self._num_features,
+        }
+        self.classes, self.skipped = [], []
+        self._choose_classes(settings.classes)
+        largest = max(self.classes, default=1)
+        self._host_kernel, self._host_bias = _random_head(largest, self._num_features, self._dtype, rng)
+
+    def variants(self) -> list[Variant]:
+        """Compiles and checks all programs; a size that runs out of memory while doing so is skipped."""
+        variants = [
+            Variant(
+                "backbone",
+                lambda call: self._backbone(self._variables, self._images),
+                self.case,
+                self._backbone_ms,
+            )
+        ]
+        for num_classes in list(self.classes):
+            try:
+                variants += self._variants_of(num_classes)
+            except (MemoryError, jax.errors.JaxRuntimeError) as error:
+                if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
+                    raise
+                self.classes.remove(num_classes)
+                self._skip(num_classes, "it ran out of memory")
+        return variants
+
+    @property
+    def host_features(self) -> Float[np.ndarray, "batch features"]:
+        """The features of the images."""
+        return np.asarray(self._features)
+
+    def host_head(self, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+        """The kernel [k, d] and the bias [k]."""
+        return self._host_kernel[:num_classes], self._host_bias[:num_classes]
+
+    def asked_classes(self, num_classes: int) -> list[int]:
+        """The classes that are asked about, another one in every call."""
+        return np.random.default_rng(num_classes).integers(num_classes, size=64).tolist()
+
+    def _choose_classes(self, wanted):
+        free, taken = available_bytes(self.devices[0]), 0
+        on_cpu = self.devices[0].platform == "cpu"
+        for num_classes in sorted(set(wanted)):
+            # On a CPU the kernels of all sizes share their memory, but each of several devices has its own.
+            copies = len(self.devices) if on_cpu else 1
+            needed = self._kernel_bytes(num_classes) * copies + 2 * 4 * num_classes * self._features.shape[0]
+            if free is not None and taken + needed > _USABLE_SHARE * free:
+                self._skip(num_classes, f"it needs {needed:,} bytes and {free - taken:,} are free")
+            else:
+                self.classes.append(num_classes)
+                taken += 0 if on_cpu else needed
+
+    def _kernel_bytes(self, num_classes):
+        return num_classes * self._num_features * self._dtype.itemsize
+
+    def _skip(self, num_classes, reason):
+        case = {**self.case, "num_classes": num_classes}
+        self.skipped.append({"case": case, "kernel_bytes": self._kernel_bytes(num_classes), "reason": reason})
+
+    def _variants_of(self, num_classes) -> list[Variant]:
+        kernel, bias = self._replicated(self.host_head(num_classes))
+        asked = [self._replicated(np.int32(asked)) for asked in self.asked_classes(num_classes)]
+
+        def with_all(variables, images, kernel, bias):
+            return all_logits(self._apply(variables, images), kernel, bias)
+
+        def with_one(variables, images, kernel, bias, class_id):
+            return class_logits(self._apply(variables, images), kernel, bias, class_id)
+
+        image_args, head_args = (self._variables, self._images), (kernel, bias)
+        everything, everything_ms = self._compile(with_all, *image_args, *head_args)
+        one, one_ms = self._compile(with_one, *image_args, *head_args, asked[0])
+        head, head_ms = self._compile(all_logits, self._features, *head_args, batch_argument=0)
+        one_head, one_head_ms = self._compile(
+            class_logits, self._features, *head_args, asked[0], batch_argument=0
+        )
+        check_programs(
+            all_logits=everything.as_text(),
+            one_logit=one.as_text(),
+            backbone=self._backbone.as_text(),
+            num_classes=num_classes,
+        )
+        check_programs(
+            all_logits=head.as_text(), one_logit=one_head.as_text(), backbone="", num_classes=num_classes
+        )
+        case = {**self.case, "num_classes": num_classes}
+        return [
+            Variant("all_logits", lambda call: everything(*image_args, *head_args), case, everything_ms),
+            Variant(
+                "one_logit",
+                lambda call: one(*image_args, *head_args, asked[call % len(asked)]),
+                case,
+                one_ms,
+            ),
+            Variant("head_all_logits", lambda call: head(self._features, *head_args), case, head_ms),
+            Variant(
+                "head_one_logit",
+                lambda call: one_head(self._features, *head_args, asked[call % len(asked)]),
+                case,
+                one_head_ms,
+            ),
+        ]
+
+    def _compile(self, function, *arguments, batch_argument=1) -> tuple[Any, float]:
+        """Compiles for the devices; the batch is split over them, everything else is on each."""
+        if len(self.devices) > 1:
+            specs = tuple(P("devices") if i == batch_argument else P() for i in range(len(arguments)))
+            function = jax.shard_map(function, mesh=self._mesh, in_specs=specs, out_specs=P("devices"))
+        start = time.perf_counter()
+        program = jax.jit(function).lower(*arguments).compile()
+        return program, 1e3 * (time.perf_counter() - start)
+
+    def _split(self, arrays):
+        return jax.device_put(arrays, self._sharding(P("devices")))
+
+    def _replicated(self, arrays):
+        return jax.device_put(arrays, self._sharding(P()))
+
+    def _sharding(self, spec):
+        return NamedSharding(self._mesh, spec) if len(self.devices) > 1 else self.devices[0]
+
+
+def profile(variants: Sequence[Variant], directory) -> None:
+    """Records a trace of one more call of each variant, after the timing, for TensorBoard or XProf.
+
+    Args:
+      variants: What to call.
+      directory: The folder of the trace.
+    """
+    with jax.profiler.trace(str(directory)):
+        for variant in variants:
+            name = " ".join([variant.name, *(f"{key}={value}" for key, value in variant.case.items())])
+            with jax.profiler.TraceAnnotation(name):
+                jax.block_until_ready(variant.call(0))
+
+
+def _random_head(num_classes, num_features, dtype, rng) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a random kernel [k, d] that JAX and PyTorch can use where it is, and a random bias [k]."""
+    num_bytes = num_classes * num_features * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    kernel = memory[start : start + num_bytes].view(dtype).reshape(num_classes, num_features)
+    rows = rng.standard_normal((min(num_classes, _RANDOM_ROWS), num_features), np.float32)
+    rows = (rows / np.float32(num_features**0.5)).astype(dtype)
+    for first in range(0, num_classes, len(rows)):
+        kernel[first : first + len(rows)] = rows[: num_classes - first]
+    return kernel, rng.standard_normal(num_classes, np.float32).astype(dtype)
