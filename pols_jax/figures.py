@@ -76,6 +76,7 @@ def precision_recall(runs: Sequence[Run], arrays: Sequence[dict[str, np.ndarray]
             "marker": _MARKERS[i % len(_MARKERS)],
             "markevery": (3 * i % 10, 10),
             "markersize": 5,
+            "drawstyle": "steps-pre",
         }
         recall = values["curve_recall"]
         axes.plot(recall, values["curve_precision"], label=f"{run.config.loss}, one logit", **style)
@@ -145,16 +146,17 @@ def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
 
 
 def _two_histograms(axes: Axes, bins: np.ndarray, true: np.ndarray, false: np.ndarray) -> None:
-    """Draws shares, because there are many times more false logits than true ones."""
+    """Draws counts on a logarithmic scale: the few false logits among the true ones are what matters."""
     for counts, label, style in (
-        (false, "false logits", {"facecolor": _FALSE, "edgecolor": "#0072B2"}),
+        (false, "false logits", {"facecolor": _FALSE, "edgecolor": _FALSE}),
         (true, "true logits", {"facecolor": "none", "edgecolor": _TRUE, "hatch": "////", "linewidth": 1.2}),
     ):
-        axes.stairs(
-            counts / max(1, counts.sum()), bins, fill=True, label=f"{label} ({counts.sum():,})", **style
-        )
-    axes.set(xlabel="logit", ylabel="share")
-    axes.legend(fontsize=8)
+        patch_style: dict[str, Any] = {"fill": True, "baseline": 0.5, **style}
+        axes.stairs(np.maximum(counts, 0.5), bins, label=f"{label} ({counts.sum():,})", **patch_style)
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=0.5, top=4 * max(false.max(), true.max()))  # room for the legend
+    axes.set(xlabel="logit", ylabel="number of logits")
+    axes.legend(fontsize=8, loc="upper left")
 
 
 def _two_kinds(runs: Sequence[Run]) -> list[int]:
