@@ -24,6 +24,7 @@ ORDER = (
         "precision",
         "checks",
         "class_stats",
+        "linear_stats",
         "global_batch",
         "losses",
         "linear_losses",
