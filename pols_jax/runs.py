@@ -133,10 +133,7 @@ class Run:
 
     def check_dataset(self, dataset: Dataset) -> None:
         """Raises a `RunError` unless a data set is the one that the run was trained on."""
-        same_content = all(
-            self.data.get(key) == dataset.provenance.get(key) for key in ("content_sha256", "fingerprint")
-        )
-        if not same_content or dataset.class_names != self.class_names:
+        if not dataset.is_the_data_of(self.data) or dataset.class_names != self.class_names:
             raise RunError(
                 f"The data set {dataset.name} has changed since the run in {self.directory} was trained on it; "
                 "bring the old data back, or train again."

@@ -276,7 +276,7 @@ def check_run_dir(run_dir: Path, config: RunConfig, dataset: Dataset) -> None:
             f"{run_dir} holds a run of another config: {'; '.join(differences)}. Name another --run-dir, or the "
             "settings of that run."
         )
-    if saved["data"] != _as_json(dataset.provenance):
+    if not dataset.is_the_data_of(saved["data"]):
         raise ConfigError(
             f"{run_dir} was trained on other data of the name {dataset.name}; name another --run-dir."
         )
@@ -324,7 +324,7 @@ def _write_run_files(run_dir: Path, config: RunConfig, dataset: Dataset) -> None
         "dataset": config.dataset,
         "num_classes": dataset.num_classes,
         "image_shape": list(dataset.image_shape),
-        "data": _as_json(dataset.provenance),
+        "data": dataset.provenance,
         "versions": {name: importlib.metadata.version(name) for name in packages},
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
@@ -362,11 +362,6 @@ def write_json(path: Path, content: Any) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     os.replace(temporary, path)
-
-
-def _as_json(value: Any) -> Any:
-    """The value as it comes back from a JSON file."""
-    return json.loads(json.dumps(value))
 
 
 @contextmanager

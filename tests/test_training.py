@@ -125,9 +125,14 @@ def test_another_config_in_the_same_directory_is_an_error_that_lists_the_differe
 
 
 def test_other_data_of_the_same_name_is_an_error(finished_run, digits):
-    changed = dataclasses.replace(digits, provenance={**digits.provenance, "fonts": "others"})
+    changed = dataclasses.replace(digits, provenance={**digits.provenance, "content_sha256": "other"})
     with pytest.raises(ConfigError, match="other data"):
         fit(CONFIG, changed, finished_run, options=OPTIONS)
+
+
+def test_the_same_images_drawn_by_another_version_are_the_same_data(finished_run, digits):
+    newer = dataclasses.replace(digits, provenance={**digits.provenance, "matplotlib": "99"})
+    assert fit(CONFIG, newer, finished_run, options=OPTIONS).status == "finished"
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(digits, tmp_path):

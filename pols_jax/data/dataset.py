@@ -149,6 +149,11 @@ class Dataset:
         """The number of classes, k."""
         return len(self.class_names)
 
+    def is_the_data_of(self, provenance: dict[str, Any]) -> bool:
+        """Whether recorded provenance is that of the same images; software versions may differ."""
+        keys = ("content_sha256", "fingerprint")
+        return all(self.provenance.get(key) == provenance.get(key) for key in keys)
+
 
 def scale_pixels(images: UInt8[jax.Array | np.ndarray, "..."]) -> Float[jax.Array | np.ndarray, "..."]:
     """Scale uint8 pixels to float32 in [-1, 1], on the device or with NumPy.
