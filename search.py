@@ -86,7 +86,7 @@ def report(flags: Flags, findings: Findings) -> None:
     for hit in findings.best_first():
         show(hit)
     if findings.skipped:
-        print(f"{len(findings.skipped)} files were skipped.", file=sys.stderr)
+        print(f"Skipped {len(findings.skipped)} of {findings.num_pictures} pictures.", file=sys.stderr)
     if flags.sheet is not None:
         findings.sheet().save(flags.sheet)
     write_text(flags.json, json.dumps(findings.to_json(), indent=1, ensure_ascii=False) + "\n")

@@ -23,6 +23,7 @@ from PIL import Image, ImageDraw, ImageFont
 from pols_jax.class_bank import BATCH_SIZES, ClassBank
 from pols_jax.config import ConfigError
 from pols_jax.data import ArraySplit, DataError, ImageError, Split, decode_image
+from pols_jax.data.fonts import dejavu_paths
 from pols_jax.thresholds import Rule, Threshold
 
 # Pictures that are read ahead of the network.
@@ -130,7 +131,7 @@ class Findings:
         width, height = _CELL + gap, _CELL + text_height + gap
         rows = -(-len(best) // columns)
         sheet = Image.new("RGB", (columns * width, max(rows * height, _LINE + 25)), "white")
-        draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
+        draw, font = ImageDraw.Draw(sheet), ImageFont.truetype(str(dejavu_paths()[3]), 11)
         for i, (hit, pixels) in enumerate(best):
             left, top = i % columns * width + gap // 2, i // columns * height + gap // 2
             picture = Image.fromarray(pixels.squeeze()).convert("RGB")
