@@ -190,7 +190,6 @@ def _tensor(array: np.ndarray) -> Any:
 
 def _finished(call, device, *, gradients=False):
     """The call, with the wait for the device that PyTorch leaves to its user."""
-
     torch = _torch()
 
     def finished(number):
