@@ -89,6 +89,11 @@ class Setup(DataConfig):
       bias_start: Where the biases of the output layer start. By default 0; for binary cross-entropy and NCE
         -log(k - 1), so that at the start the k sigmoids of an example sum to one.
       evaluate_every: Steps between two looks at the validation split.
+
+    Examples:
+      >>> Setup(model="resnet")
+      Traceback (most recent call last):
+      pols_jax.config.ConfigError: There is no network named 'resnet'; did you mean resnet50 or resnet101?
     """
 
     model: str = "mlp"

@@ -38,6 +38,17 @@ def run_experiment(
     Raises:
       DivergenceError: if a run diverged and ``options.on_nan`` says to stop, or if no run is left.
       ConfigError: as `fit`; all run directories are checked before the first run starts.
+
+    Examples:
+      >>> import tempfile
+      >>> from pols_jax.data import load
+      >>> losses = ("cross_entropy", "batch_cross_entropy")
+      >>> experiment = Experiment(loss=losses, width=0.1, characters="0030-0039", batch_size=32, steps=2)
+      >>> dataset = load("glyphs", **experiment.options())
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     outcomes = run_experiment(experiment, dataset, folder, options=RunOptions(quiet=True))
+      >>> [outcome.run_dir.name for outcome in outcomes]
+      ['cross_entropy', 'batch_cross_entropy']
     """
     options = options or RunOptions()
     folders = run_folders(experiment, run_dir)

@@ -93,6 +93,15 @@ class Learner(NamedTuple):
       loss: The loss of a whole batch.
       optimizer: The optimizer, with its schedule and weight decay.
       seed: The seed of the run.
+
+    Examples:
+      >>> from pols_jax.config import RunConfig
+      >>> from pols_jax.data import load
+      >>> config = RunConfig(width=0.1, characters="0030-0039")
+      >>> dataset = load("glyphs", **config.options())
+      >>> state = Learner.from_config(config, dataset).init(dataset.image_shape)
+      >>> state.params["head"]["kernel"].shape
+      (10, 50)
     """
 
     model: Classifier
@@ -246,6 +255,14 @@ class Trainer:
 
     Raises:
       ConfigError: if the batch cannot be split over the devices.
+
+    Examples:
+      >>> from pols_jax.data import load
+      >>> config = RunConfig(width=0.1, characters="0030-0039", batch_size=32)
+      >>> trainer = Trainer(config, load("glyphs", **config.options()))
+      >>> state, totals = trainer.advance(trainer.init(), until=3)
+      >>> int(totals.steps), sorted(trainer.validate(state))
+      (3, ['accuracy', 'auprc', 'loss', 'num_classes', 'violation_rate'])
     """
 
     def __init__(self, config: RunConfig, dataset: Dataset):
@@ -411,13 +428,23 @@ def check_batch_size(batch_size: int, num_devices: int) -> None:
 
 
 def replicate(tree: Any) -> Any:
-    """Puts a copy of every leaf on each local device, along a new first axis, as pmap wants it."""
+    """Puts a copy of every leaf on each local device, along a new first axis, as pmap wants it.
+
+    Examples:
+      >>> replicate(np.arange(3)).shape == (jax.local_device_count(), 3)
+      True
+    """
     copies = jax.pmap(lambda leaves, _: leaves, axis_name=AXIS, in_axes=(None, 0))
     return copies(tree, np.arange(jax.local_device_count()))
 
 
 def unreplicate(tree: Any) -> Any:
-    """Takes the first device's copy of every leaf."""
+    """Takes the first device's copy of every leaf.
+
+    Examples:
+      >>> unreplicate(replicate(np.arange(3))).tolist()
+      [0, 1, 2]
+    """
     return jax.tree.map(lambda leaf: leaf[0], tree)
 
 

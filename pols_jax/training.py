@@ -261,6 +261,13 @@ def check_run_dir(run_dir: Path, config: RunConfig, dataset: Dataset) -> None:
 
     Raises:
       ConfigError: if it cannot be written, or holds a run of another config or data.
+
+    Examples:
+      >>> import tempfile
+      >>> from pols_jax.data import load
+      >>> config = RunConfig(characters="0030-0039")
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     check_run_dir(Path(folder) / "run", config, load("glyphs", **config.options()))
     """
     existing = run_dir.absolute()
     while not existing.exists():
