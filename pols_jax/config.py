@@ -93,7 +93,7 @@ class Setup(DataConfig):
     Examples:
       >>> Setup(model="resnet")
       Traceback (most recent call last):
-      pols_jax.config.ConfigError: There is no network named 'resnet'; did you mean resnet50 or resnet101?
+      pols_jax.config.ConfigError: There is no network named 'resnet'; did you mean resnet50 or resnet101 or alexnet?
     """
 
     model: str = "mlp"
