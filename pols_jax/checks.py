@@ -54,6 +54,44 @@ def check_logits_and_labels(
     return logits, labels
 
 
+def check_output_layer(
+    features: Float[Array, "*batch features"],
+    kernel: Float[Array, "classes features"],
+    bias: Float[Array, " classes"],
+) -> None:
+    """Raises if features, kernel and bias do not fit each other.
+
+    Args:
+      features: Features, shape ``[..., d]``.
+      kernel: One row per class, shape ``[k, d]``.
+      bias: One number per class, shape ``[k]``.
+
+    Raises:
+      TypeError: if an argument is not a floating-point array.
+      ValueError: if the shapes do not fit each other.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> check_output_layer(jnp.ones((2, 4)), jnp.ones((3, 4)), jnp.ones(2))
+      Traceback (most recent call last):
+      ValueError: bias must have shape [3] as kernel has rows, got shape (2,).
+    """
+    for name, array in (("features", features), ("kernel", kernel), ("bias", bias)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating-point numbers, got dtype {array.dtype}.")
+    if kernel.ndim != 2:
+        raise ValueError(f"kernel must have shape [k, d], got shape {kernel.shape}.")
+    if bias.shape != kernel.shape[:1]:
+        raise ValueError(
+            f"bias must have shape [{kernel.shape[0]}] as kernel has rows, got shape {bias.shape}."
+        )
+    if features.ndim < 1 or features.shape[-1] != kernel.shape[1]:
+        raise ValueError(
+            f"features must have shape [..., {kernel.shape[1]}] to fit kernel of shape {kernel.shape}, "
+            f"got shape {features.shape}."
+        )
+
+
 def check_positive(name: str, value: Any) -> None:
     """Raises for a number that is not positive; an array of JAX is not waited for, and a traced one has no value yet.
 

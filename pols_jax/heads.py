@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from pols_jax.checks import check_output_layer
 from pols_jax.precision import accumulation_dtype
 
 # Up to this many examples the product is formed as kernel @ features.T, see `all_logits`.
@@ -51,7 +52,7 @@ def all_logits(
       Array([[1. , 2. , 3.5]], dtype=float32)
     """
     features, kernel, bias = jnp.asarray(features), jnp.asarray(kernel), jnp.asarray(bias)
-    _check_head(features, kernel, bias)
+    check_output_layer(features, kernel, bias)
     dtype = accumulation_dtype(features, kernel, bias)
     batch_shape = features.shape[:-1]
     rows = features.reshape((-1, features.shape[-1]))
@@ -107,7 +108,7 @@ def class_logits(
 def _gathered_logits(features, kernel, bias, class_ids, row_dtype=None):
     """`class_logits`, with the gathered rows (and not the whole kernel) cast to another dtype."""
     features, kernel, bias = jnp.asarray(features), jnp.asarray(kernel), jnp.asarray(bias)
-    _check_head(features, kernel, bias)
+    check_output_layer(features, kernel, bias)
     num_classes = kernel.shape[0]
     _check_known_ids(class_ids, num_classes)
     class_ids = jnp.asarray(class_ids)
@@ -202,23 +203,6 @@ class ClassHead(nn.Module):
 def _contract(left, right, dtype):
     """Returns ``left @ right.T``, accumulated in dtype."""
     return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-
-
-def _check_head(features, kernel, bias):
-    for name, array in (("features", features), ("kernel", kernel), ("bias", bias)):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{name} must be floating-point numbers, got dtype {array.dtype}.")
-    if kernel.ndim != 2:
-        raise ValueError(f"kernel must have shape [k, d], got shape {kernel.shape}.")
-    if bias.shape != kernel.shape[:1]:
-        raise ValueError(
-            f"bias must have shape [{kernel.shape[0]}] as kernel has rows, got shape {bias.shape}."
-        )
-    if features.ndim < 1 or features.shape[-1] != kernel.shape[1]:
-        raise ValueError(
-            f"features must have shape [..., {kernel.shape[1]}] to fit kernel of shape {kernel.shape}, "
-            f"got shape {features.shape}."
-        )
 
 
 def _check_known_ids(class_ids, num_classes):

@@ -27,6 +27,7 @@ ORDER = (
         "linear_stats",
         "global_batch",
         "losses",
+        "linear_stats",
         "linear_losses",
         "heads",
         "principle",
