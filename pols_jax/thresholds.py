@@ -22,6 +22,10 @@ from pols_jax.config import ConfigError
 MIN_EXAMPLES = 10
 """A class with at least this many validation examples gets a threshold of its own."""
 
+# Thresholds are this much below the logit they are chosen at, relative to its size where that is above one: the last
+# digits of a logit depend on the batch it is computed in, and the same picture has to pass again.
+_SLACK = 1e-5
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -207,4 +211,4 @@ def _choose(rule: Rule, labels, logits, passing, positives, num_classes) -> Floa
     ascending = np.lexsort((logits, rank))  # of equal ranks, the higher threshold
     thresholds = np.full(num_classes, np.nan, np.float32)
     thresholds[labels[ascending]] = logits[ascending]  # the last assignment stays
-    return thresholds
+    return thresholds - _SLACK * np.maximum(1, np.abs(thresholds))

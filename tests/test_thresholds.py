@@ -38,6 +38,12 @@ def best_by_search(rule, scores, is_positive):
     return max(t for t, *_, f1 in candidates if f1 == best)
 
 
+def assert_just_below(threshold, logit):
+    """A threshold is the logit of an example, lowered by more than rounding and less than a difference that matters."""
+    np.testing.assert_array_less(threshold, logit)
+    np.testing.assert_allclose(threshold, logit, rtol=2e-5, atol=2e-5)
+
+
 RULES = ("recall=0.9", "recall=0.5", "recall=1", "precision=0.8", "precision=0.3", "f1")
 
 
@@ -49,7 +55,7 @@ def test_the_threshold_of_a_class_is_the_best_of_all_candidates(validation, text
     assert np.isnan(found[3]), "a class without examples"
     for class_id in range(3):
         expected = best_by_search(rule, logits[:, class_id], labels == class_id)
-        np.testing.assert_equal(found[class_id], expected)
+        assert_just_below(found[class_id], expected)
 
 
 @pytest.mark.parametrize("text", RULES)
@@ -57,13 +63,13 @@ def test_the_threshold_of_all_classes_is_the_best_for_all_logits_together(valida
     logits, labels, thresholds = validation
     is_true = labels[:, None] == np.arange(4)
     expected = best_by_search(Rule.parse(text), logits.ravel(), is_true.ravel())
-    np.testing.assert_equal(thresholds.shared(Rule.parse(text)), expected)
+    assert_just_below(thresholds.shared(Rule.parse(text)), expected)
 
 
 def test_a_wanted_recall_gives_the_threshold_of_the_metrics(validation):
     logits, labels, thresholds = validation
     expected = metrics.threshold_at_recall(jnp.asarray(logits), jnp.asarray(labels), 0.9)
-    np.testing.assert_array_equal(thresholds.per_class(Rule.parse("recall=0.9"), num_classes=4), expected)
+    assert_just_below(thresholds.per_class(Rule.parse("recall=0.9"), num_classes=4), expected)
 
 
 def test_a_class_with_few_examples_gets_the_threshold_of_all_classes(validation):
