@@ -190,16 +190,22 @@ def test_two_hosts_with_two_devices_each_train_the_same_model_as_one_host_with_f
 
 
 def killed_until_finished(run_dir, flags, moments):
-    """Starts a run again and again, kills it at the given moments (seconds after its start), and lets it finish."""
+    """Starts a run again and again, kills it at the given moments (seconds after its start), and lets it finish.
+
+    Returns the newest checkpoint that each kill left behind.
+    """
+    left_behind = []
     for moment in moments:
         process = start(*flags, "--run-dir", run_dir)
         try:
-            process.wait(timeout=moment)
+            process.communicate(timeout=moment)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            process.communicate()
+        left_behind.append(newest_step(run_dir))
     code, output = finish(start(*flags, "--run-dir", run_dir))
     assert code == 0, output
+    return left_behind
 
 
 @pytest.mark.slow
@@ -212,7 +218,8 @@ def test_a_run_that_is_killed_at_twenty_random_moments_ends_with_the_same_bits(t
     # Between the start of the program and the end of an undisturbed run, with saves going on most of the time.
     rng = random.Random(0)
     moments = [rng.uniform(0.1 * seconds, 0.5 * seconds) for _ in range(20)]
-    killed_until_finished(tmp_path / "killed", flags, moments)
+    left_behind = killed_until_finished(tmp_path / "killed", flags, moments)
+    assert len(set(left_behind)) > 5, f"the kills did not hit the training: {left_behind}"
     chex.assert_trees_all_equal(final_params(tmp_path / "undisturbed"), final_params(tmp_path / "killed"))
     steps = [line.split(",")[0] for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
     assert steps == [f'{{"step": {step}' for step in np.arange(50, 6001, 50)]
