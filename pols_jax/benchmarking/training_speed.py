@@ -1,0 +1,78 @@
+"""Does training cost more than its steps? `Trainer` against a scan of the same step that one would write by hand.
+
+    python -m pols_jax.benchmarking.training_speed
+
+The paper's MLP on images of MNIST's size, held by the device. One dispatch of `Trainer` and one call of the scan do the
+same number of steps, in turn, in one process.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pols_jax.benchmarking.timing import Variant, measure
+from pols_jax.config import RunConfig
+from pols_jax.data import ArraySplit, Dataset, sample_batch
+from pols_jax.learning import Learner, Trainer, train_step
+
+
+def random_dataset(num_examples: int) -> Dataset:
+    """Random images of MNIST's size in ten classes; what they show does not matter to the time.
+
+    Examples:
+      >>> random_dataset(50).image_shape
+      (28, 28, 1)
+    """
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (num_examples, 28, 28, 1), dtype=np.uint8)
+    split = ArraySplit(images, rng.integers(10, size=num_examples, dtype=np.int32))
+    names = tuple(str(digit) for digit in range(10))
+    return Dataset("random", names, (28, 28, 1), split, split, split, provenance={})
+
+
+def training_variants(config: RunConfig, dataset: Dataset, *, steps: int) -> list[Variant]:
+    """Makes the two variants, each of which does ``steps`` more steps when called.
+
+    Examples:
+      >>> config = RunConfig(width=0.1, batch_size=32)
+      >>> [variant.name for variant in training_variants(config, random_dataset(64), steps=2)]
+      ['trainer', 'hand_written_scan']
+    """
+    trainer = Trainer(config, dataset)
+    learner = Learner.from_config(config, dataset)
+    states = {"trainer": trainer.init(), "scan": learner.init(dataset.image_shape)}
+    assert isinstance(dataset.train, ArraySplit)
+    images, labels = jnp.asarray(dataset.train.images), jnp.asarray(dataset.train.labels)
+
+    @jax.jit(donate_argnums=0)
+    def scan(state, images, labels):
+        def step(state, _):
+            batch = sample_batch(images, labels, state.step, seed=config.seed, batch_size=config.batch_size)
+            return train_step(learner, state, batch)
+
+        return lax.scan(step, state, length=steps)
+
+    def by_trainer(call: int):
+        states["trainer"], totals = trainer.advance(states["trainer"], (call + 1) * steps)
+        return totals
+
+    def by_scan(call: int):
+        states["scan"], totals = scan(states["scan"], images, labels)
+        return totals
+
+    return [Variant("trainer", by_trainer), Variant("hand_written_scan", by_scan)]
+
+
+def main(*, steps: int = 200, repetitions: int = 11) -> None:
+    """Measures and prints steps per second, and their ratio."""
+    config = RunConfig(optimizer="momentum", schedule="constant", learning_rate=0.1, batch_size=128)
+    variants = training_variants(config, random_dataset(60_000), steps=steps)
+    ours, theirs = (steps / m.median_ms * 1e3 for m in measure(variants, repetitions=repetitions))
+    print(f"trainer            {ours:8.1f} steps/s")
+    print(f"hand-written scan  {theirs:8.1f} steps/s")
+    print(f"ratio              {ours / theirs:8.3f}")
+
+
+if __name__ == "__main__":
+    main()
