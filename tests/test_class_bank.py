@@ -1,0 +1,182 @@
+"""ClassBank: the asked logits are those of the whole network, and only the asked rows are read."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore
+
+from pols_jax.checkpoints import Checkpoints
+from pols_jax.class_bank import ClassBank
+from pols_jax.config import ConfigError, RunConfig
+from pols_jax.data import load, scale_pixels
+from pols_jax.evaluation import evaluate
+from pols_jax.heads import all_logits
+from pols_jax.learning import make_model
+from pols_jax.runs import Run, RunError
+from pols_jax.training import RunOptions, fit
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    return load("glyphs", characters="0030-0039,0041-005A")
+
+
+@pytest.fixture(scope="module")
+def run_dir(dataset, tmp_path_factory):
+    config = RunConfig(characters="0030-0039,0041-005A", width=0.1, batch_size=64, steps=30)
+    directory = tmp_path_factory.mktemp("runs") / "run"
+    fit(config, dataset, directory, options=RunOptions(quiet=True))
+    evaluate(directory, dataset=dataset, quiet=True)
+    return directory
+
+
+@pytest.fixture
+def bank(run_dir):
+    return ClassBank.open(run_dir)
+
+
+def full_logits(run_dir, images):
+    run = Run.open(run_dir)
+    features = run.model.backbone.apply(run.restore_backbone(), scale_pixels(images))
+    return np.asarray(all_logits(features, *map(jnp.asarray, run.restore_head())))
+
+
+def test_logits_of_asked_classes_are_columns_of_all_logits(bank, run_dir, dataset):
+    expected = full_logits(run_dir, dataset.test.images)
+    asked = ["DIGIT SEVEN", "LATIN CAPITAL LETTER Q", "DIGIT ONE"]
+    columns = [dataset.class_names.index(name) for name in asked]
+    # Products of another shape round differently in the last digits.
+    np.testing.assert_allclose(
+        bank.logits(dataset.test.images, asked), expected[:, columns], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_changing_the_query_compiles_nothing(bank, dataset):
+    images = np.tile(dataset.test.images, (10, 1, 1, 1))[:1000]
+    bank.logits(images, ["DIGIT SEVEN"])
+    traces = bank.num_traces
+    bank.logits(images, ["DIGIT ONE"])
+    bank.logits(images, ["LATIN CAPITAL LETTER Q", "DIGIT TWO", 3])
+    assert bank.num_traces == traces > 0
+
+
+def test_any_number_of_images_needs_three_programs(bank, dataset):
+    for count in (1, 2, 7, 8, 9, 64, 65, 3):
+        assert bank.logits(dataset.test.images[:count], [0]).shape == (count, 1)
+    assert bank.num_traces == 3
+    assert bank.logits(dataset.test.images[:0], [0]).shape == (0, 1)
+
+
+def test_decisions_compare_the_logit_with_the_threshold(bank, run_dir, dataset):
+    threshold = bank.threshold("digit seven", "recall=0.9")
+    expected = bank.logits(dataset.test.images, ["DIGIT SEVEN"])[:, 0] >= threshold.value
+    np.testing.assert_array_equal(bank.decide(dataset.test.images, "DIGIT SEVEN"), expected)
+    assert threshold.origin == "all classes", "one validation example per class"
+    assert not bank.decide(dataset.test.images, "DIGIT SEVEN", rule="1e9").any()
+
+
+def test_validation_pictures_reach_the_recall_that_was_wanted(bank, dataset):
+    images, labels = dataset.validation.images, dataset.validation.labels
+    logits = bank.logits(images, list(range(len(bank.names))))
+    true = logits[np.arange(len(labels)), labels]
+    assert np.mean(true >= bank.threshold(0, "recall=1").value) == 1
+
+
+def test_a_row_is_that_of_the_head(bank, run_dir):
+    kernel, bias = Run.open(run_dir).restore_head()
+    row = bank.row("digit seven")
+    class_id = bank.class_id("DIGIT SEVEN")
+    np.testing.assert_array_equal(row.kernel, kernel[class_id])
+    assert row.bias == bias[class_id]
+
+
+def test_names_match_in_any_case_and_unknown_ones_get_the_nearest(bank):
+    assert bank.names[bank.class_id("digit SEVEN")] == "DIGIT SEVEN"
+    assert bank.class_id(3) == 3
+    with pytest.raises(ConfigError, match=r"no class named 'digit sevn' in .*; the nearest are DIGIT SEVEN"):
+        bank.class_id("digit sevn")
+    with pytest.raises(ConfigError, match=r"class_names\.json lists them all"):
+        bank.class_id("?")
+    with pytest.raises(ConfigError, match="Class ids are from 0 to 35, got 36"):
+        bank.class_id(36)
+
+
+def test_names_that_differ_in_case_alone_must_be_written_as_they_are(bank):
+    vars(bank.run)["class_names"] = ("a", "A", "B")
+    assert bank.class_id("A") == 1
+    assert bank.class_id("b") == 2
+    vars(bank.run)["class_names"] = ("Straße", "STRASSE")
+    del bank._ids_by_name
+    with pytest.raises(ConfigError, match="could be Straße and STRASSE"):
+        bank.class_id("strasse")
+
+
+def test_images_of_another_shape_are_an_error(bank):
+    with pytest.raises(ValueError, match=r"images must have shape \[m, "):
+        bank.logits(np.zeros((1, 5, 5, 3), np.uint8), [0])
+
+
+def test_a_precision_that_validation_never_reached_is_an_error(bank, monkeypatch):
+    thresholds = bank.thresholds
+    object.__setattr__(thresholds, "false_passing", thresholds.false_passing + 1000)
+    with pytest.raises(
+        ConfigError, match=r"no threshold of DIGIT SEVEN reaches precision=0\.99; ask for less"
+    ):
+        bank.threshold("digit seven", "precision=0.99")
+
+
+def test_a_directory_without_run_is_an_error(tmp_path):
+    with pytest.raises(RunError, match="There is no run in"):
+        ClassBank.open(tmp_path)
+
+
+def bytes_read() -> int:
+    # The metric does not exist before the first read.
+    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+
+def made_up_run(directory, num_classes, num_features):
+    """A run directory with a large output layer that was never trained."""
+    config = RunConfig(hidden_sizes=(num_features,), characters="0030-0039", steps=1)
+    directory.mkdir()
+    names = [f"class {i}" for i in range(num_classes)]
+    (directory / "class_names.json").write_text(json.dumps(names))
+    saved = {"config": config.to_json(), "num_classes": num_classes, "image_shape": [32, 32, 1], "data": {}}
+    (directory / "config.json").write_text(json.dumps(saved))
+    rng = np.random.default_rng(0)
+    head = {
+        "kernel": rng.normal(size=(num_classes, num_features)).astype(np.float32),
+        "bias": np.zeros(num_classes, np.float32),
+    }
+    variables = make_model(config, num_classes).backbone.init(
+        jax.random.key(0), np.zeros((1, 32, 32, 1), np.float32)
+    )
+    state = {"params": {"backbone": variables["params"], "head": head}}
+    state["batch_stats"] = {"backbone": variables["batch_stats"]}
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(1, state, config=config.to_json())
+        checkpoints.wait()
+    return head
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "largest_share"),
+    [(2**14, 0.08), pytest.param(2**18, 0.01, marks=pytest.mark.slow)],
+)
+def test_the_first_query_reads_a_small_share_of_the_head(tmp_path, num_classes, largest_share):
+    head = made_up_run(tmp_path / "run", num_classes, 512)
+    before = bytes_read()
+    bank = ClassBank.open(tmp_path / "run")
+    backbone_bytes = bytes_read() - before
+    images = np.random.default_rng(1).integers(0, 256, (5, 32, 32, 1)).astype(np.uint8)
+    logits = bank.logits(images, [f"Class {num_classes - 7}"])
+    row_bytes = bytes_read() - before - backbone_bytes
+    head_bytes = sum(array.nbytes for array in head.values())
+    assert 0 < row_bytes < largest_share * head_bytes
+    # 1024 x 512 weights and batch norm, stored twice at most (data and its metadata): nothing of the head.
+    assert backbone_bytes < 2 * 4 * 1024 * 512
+    assert np.isfinite(logits).all()
