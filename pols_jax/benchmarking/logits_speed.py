@@ -200,9 +200,14 @@ class NetworkBench:
             one_logit=one.as_text(),
             backbone=self._backbone.as_text(),
             num_classes=num_classes,
+            num_features=self._num_features,
         )
         check_programs(
-            all_logits=head.as_text(), one_logit=one_head.as_text(), backbone="", num_classes=num_classes
+            all_logits=head.as_text(),
+            one_logit=one_head.as_text(),
+            backbone="",
+            num_classes=num_classes,
+            num_features=self._num_features,
         )
         case = {**self.case, "num_classes": num_classes}
         return [

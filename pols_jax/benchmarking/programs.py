@@ -4,6 +4,7 @@ A benchmark is worth nothing if the compiler removed the work, or if the fast pa
 checked on the text of the very programs that are timed.
 """
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -43,47 +44,81 @@ def wide_products(program: str, num_classes: int) -> int:
     )
 
 
-def wide_arrays(program: str, num_classes: int) -> int:
-    """Counts the arrays that a compiled program makes, its parameters left out, with an axis of length k.
+def kernel_sized_arrays(program: str, num_classes: int, num_features: int) -> int:
+    """Counts the arrays that a compiled program writes, its parameters left out, that are as large as the kernel.
+
+    What stands inside a fusion is left out: of a gather from a converted kernel, for one, only the asked row is computed.
+
+    Args:
+      program: The text of the program, ``compiled.as_text()``.
+      num_classes: The number of classes k.
+      num_features: The number of features d.
+
+    Returns:
+      How many have an axis of length k, and at least k d elements.
 
     Examples:
       >>> import jax, jax.numpy as jnp
-      >>> wide_arrays(jax.jit(lambda x: 2 * x).lower(jnp.ones((1013, 8))).compile().as_text(), 1013) > 0
-      True
-      >>> wide_arrays(jax.jit(lambda x: 2 * x[7]).lower(jnp.ones((1013, 8))).compile().as_text(), 1013)
+      >>> kernel = jnp.ones((1013, 8))
+      >>> kernel_sized_arrays(jax.jit(lambda w: 2 * w).lower(kernel).compile().as_text(), 1013, 8)
+      1
+      >>> kernel_sized_arrays(jax.jit(lambda w: 2 * w[7]).lower(kernel).compile().as_text(), 1013, 8)
       0
     """
     return sum(
-        operation not in _NAMES and any(num_classes in shape for shape in shapes)
-        for operation, shapes in _instructions(program)
+        operation not in _NAMES
+        and any(num_classes in shape and math.prod(shape) >= num_classes * num_features for shape in shapes)
+        for operation, shapes in _instructions(_without_fusions(program))
     )
 
 
-def check_programs(*, all_logits: str, one_logit: str, backbone: str, num_classes: int) -> None:
-    """Raises unless the program with all logits has the k-wide product, and the one with one logit nothing k wide.
+def check_programs(
+    *, all_logits: str, one_logit: str, backbone: str, num_classes: int, num_features: int
+) -> None:
+    """Raises unless the program of all logits has a product over all classes, and that of one logit none.
 
-    A layer of the backbone may happen to be k wide too, so both are compared with the program of the backbone alone.
+    The program of one logit must not write anything as large as the kernel either. A layer of the backbone may happen to be k
+    wide, so both are compared with the program of the backbone alone.
 
     Args:
       all_logits: The text of the program of backbone and all logits.
       one_logit: The text of the program of backbone and one logit.
       backbone: The text of the program of the backbone alone; empty for programs of the head alone.
       num_classes: The number of classes k. With a single class the two do the same work, and nothing is checked.
+      num_features: The number of features d.
 
     Raises:
       ProgramError: if a program does not do its work.
 
     Examples:
-      >>> check_programs(all_logits="", one_logit="", backbone="", num_classes=1024)
+      >>> check_programs(all_logits="", one_logit="", backbone="", num_classes=1024, num_features=8)
       Traceback (most recent call last):
       pols_jax.benchmarking.programs.ProgramError: The compiled program of all logits has no product over 1,024 classes.
     """
     if num_classes == 1:
         return
-    if wide_products(all_logits, num_classes) <= wide_products(backbone, num_classes):
+    of_backbone = wide_products(backbone, num_classes)
+    if wide_products(all_logits, num_classes) <= of_backbone:
         raise ProgramError(f"The compiled program of all logits has no product over {num_classes:,} classes.")
-    if wide_arrays(one_logit, num_classes) > wide_arrays(backbone, num_classes):
-        raise ProgramError(f"The compiled program of one logit makes an array over {num_classes:,} classes.")
+    if wide_products(one_logit, num_classes) > of_backbone:
+        raise ProgramError(f"The compiled program of one logit has a product over {num_classes:,} classes.")
+    size = num_classes, num_features
+    if kernel_sized_arrays(one_logit, *size) > kernel_sized_arrays(backbone, *size):
+        raise ProgramError(f"The compiled program of one logit writes a kernel of {num_classes:,} classes.")
+
+
+def _without_fusions(program: str) -> str:
+    """The program without the computations that fusions are made of."""
+    fused = set(re.findall(r" fusion\(.*calls=%?([\w.-]+)", program))
+    kept, inside = [], False
+    for line in program.splitlines():
+        if header := re.match(r"%?([\w.-]+) \(.*\{$", line):
+            inside = header[1] in fused
+        elif line.startswith("ENTRY"):
+            inside = False
+        if not inside:
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def _instructions(program: str) -> Iterator[tuple[str, list[list[int]]]]:
