@@ -8,8 +8,6 @@ python search.py runs/mine --split test --query "digit seven" --threshold precis
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -19,17 +17,8 @@ from pols_jax import cli
 from pols_jax.class_bank import ClassBank
 from pols_jax.config import ConfigError
 from pols_jax.output_files import check_writable, write_text
-from pols_jax.searching import (
-    Findings,
-    Hit,
-    Picture,
-    check_sheet,
-    find_pictures,
-    listed_pictures,
-    make_queries,
-    search,
-    split_pictures,
-)
+from pols_jax.picture_sources import named_pictures
+from pols_jax.searching import Findings, Hit, check_sheet, make_queries, search
 from pols_jax.thresholds import Rule
 
 
@@ -60,38 +49,6 @@ class Flags:
     quiet: bool = False
 
 
-def pictures(flags: Flags, bank: ClassBank) -> Iterator[Picture]:
-    """The pictures that the flags name; what is wrong with them is raised at once."""
-    if flags.split is not None:
-        if flags.paths:
-            raise ConfigError("Give either PATHs or --split, not both.")
-        dataset = bank.run.load_dataset(data_dir=flags.data_dir)
-        return split_pictures(getattr(dataset, flags.split), flags.split, dataset.class_names)
-    if not flags.paths:
-        raise ConfigError(
-            "Name the pictures to search: files, folders, patterns, - for a list, or --split test."
-        )
-    sources = [listed_pictures(sys.stdin) if path == "-" else find_pictures([path]) for path in flags.paths]
-    return chain.from_iterable(sources)
-
-
-def show(hit: Hit) -> None:
-    """Prints a hit."""
-    print(f"{hit.logit:9.3f} >= {hit.query.threshold.value:.3f}  {hit.query.name}  {hit.picture}", flush=True)
-
-
-def report(flags: Flags, findings: Findings) -> None:
-    """Prints the hits, best first, and writes the files that are wanted."""
-    print(f"{len(findings.hits)} hits in {findings.num_pictures} pictures, best first:")
-    for hit in findings.best_first():
-        show(hit)
-    if findings.skipped:
-        print(f"Skipped {len(findings.skipped)} of {findings.num_pictures} pictures.", file=sys.stderr)
-    if flags.sheet is not None:
-        findings.sheet().save(flags.sheet)
-    write_text(flags.json, json.dumps(findings.to_json(), indent=1, ensure_ascii=False) + "\n")
-
-
 def main() -> int:
     """Searches; returns 1 if files were skipped."""
     flags = tyro.cli(Flags, description=__doc__)
@@ -102,24 +59,31 @@ def main() -> int:
     check_writable(flags.sheet, flags.json)
     bank = ClassBank.open(flags.run_dir)
     queries, findings = make_queries(bank, flags.query, rule), Findings()
+    pictures = named_pictures(
+        flags.paths, split=flags.split, run=bank.run, lines=sys.stdin, data_dir=flags.data_dir
+    )
     for query in queries:
         print(
             f"{query.name}: {rule}, threshold {query.threshold.value:.3f} ({query.threshold.origin})",
             flush=True,
         )
+
+    def show(hit: Hit) -> None:
+        if not flags.quiet:
+            print(hit, flush=True)
+
+    def warn(_: str, why: str) -> None:
+        print(f"skipped: {why}", file=sys.stderr)
+
     try:
-        search(
-            bank,
-            queries,
-            pictures(flags, bank),
-            on_hit=(lambda hit: None) if flags.quiet else show,
-            on_skip=lambda name, why: print(f"skipped: {why}", file=sys.stderr),
-            findings=findings,
-        )
-    except KeyboardInterrupt:
-        report(flags, findings)  # a live feed ends like this
-        raise
-    report(flags, findings)
+        search(bank, queries, pictures, on_hit=show, on_skip=warn, findings=findings)
+    finally:  # after Ctrl-C as well, which is how a live feed ends
+        if flags.sheet is not None:
+            findings.sheet().save(flags.sheet)
+        write_text(flags.json, json.dumps(findings.to_json(), indent=1, ensure_ascii=False) + "\n")
+        if findings.skipped:
+            print(f"Skipped {len(findings.skipped)} of {findings.num_pictures} pictures.", file=sys.stderr)
+        print(findings.summary())
     return 1 if findings.skipped else 0
 
 

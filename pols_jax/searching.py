@@ -1,14 +1,10 @@
 """Search: which of these pictures are of this class? One logit answers.
 
-Pictures come from files, folders, patterns, a stream of paths that may never end, or a split of a data set. They are
-decoded in threads while the network works, and hits are reported as they are found.
+Pictures are decoded in threads while the network works, and hits are reported as they are found.
 """
 
 import dataclasses
-import glob
 import heapq
-import itertools
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,8 +18,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from pols_jax.class_bank import BATCH_SIZES, ClassBank
 from pols_jax.config import ConfigError
-from pols_jax.data import ArraySplit, DataError, ImageError, Split, decode_image
+from pols_jax.data import ImageError, decode_image
 from pols_jax.data.fonts import dejavu_paths
+from pols_jax.picture_sources import Picture
 from pols_jax.thresholds import Rule, Threshold
 
 # Pictures that are read ahead of the network.
@@ -32,18 +29,6 @@ _SHEET_COLUMNS = 8
 _SHEET_HITS = 96
 _CELL = 128  # pixels of a picture on the sheet
 _LINE = 15
-
-
-class Picture(NamedTuple):
-    """A picture to be looked at.
-
-    Attributes:
-      name: Its path, or its place in a split.
-      source: The path or the contents of an image file, or pixels.
-    """
-
-    name: str
-    source: str | bytes | UInt8[np.ndarray, "height width channels"]
 
 
 class Query(NamedTuple):
@@ -73,6 +58,9 @@ class Hit(NamedTuple):
     query: Query
     picture: str
 
+    def __str__(self) -> str:
+        return f"{self.logit:9.3f} >= {self.query.threshold.value:.3f}  {self.query.name}  {self.picture}"
+
 
 @dataclasses.dataclass
 class Findings:
@@ -101,6 +89,11 @@ class Findings:
             heapq.heappush(self._best, entry)
         else:
             heapq.heappushpop(self._best, entry)
+
+    def summary(self) -> str:
+        """The hits, best first, one per line, below a line that counts them."""
+        first = f"{len(self.hits)} hits in {self.num_pictures} pictures, best first:"
+        return "\n".join([first, *map(str, self.best_first())])
 
     def to_json(self) -> dict[str, Any]:
         """What was found, best first, ready for JSON."""
@@ -213,72 +206,6 @@ def search(
             findings.add(hit, images[i][1])
             on_hit(hit)
     return findings
-
-
-def find_pictures(paths: Iterable[str]) -> Iterator[Picture]:
-    """Lists the pictures that paths stand for.
-
-    Args:
-      paths: Files; folders, which stand for all files in them but hidden ones; and patterns such as ``photos/**/*.jpg``.
-
-    Returns:
-      Pictures, sorted within each path; folders are read while the pictures are used.
-
-    Raises:
-      DataError: if a path does not exist, or stands for no file.
-
-    Examples:
-      >>> find_pictures(["no/such/file.png"])
-      Traceback (most recent call last):
-      pols_jax.data.dataset.DataError: there is no file, folder or pattern no/such/file.png
-    """
-    sources = []
-    for path in paths:
-        files = _files(path)
-        first = next(files, None)
-        if first is None:
-            raise DataError(f"there is no picture in {path}")
-        sources.append(itertools.chain([first], files))
-    return (Picture(file, file) for file in itertools.chain.from_iterable(sources))
-
-
-def listed_pictures(lines: Iterable[str]) -> Iterator[Picture]:
-    """Takes one path per line as the lines arrive; a path that cannot be read is skipped later, like a broken file.
-
-    Examples:
-      >>> [picture.name for picture in listed_pictures(["a.png", "", "b.png"])]
-      ['a.png', 'b.png']
-    """
-    for line in lines:
-        if name := line.rstrip("\r\n"):
-            yield Picture(name, name)
-
-
-def split_pictures(split: Split, name: str, class_names: Sequence[str]) -> Iterator[Picture]:
-    """Takes the pictures of a split, named after their place and their true class.
-
-    Examples:
-      >>> split = ArraySplit(np.zeros((2, 8, 8, 1), np.uint8), np.array([0, 1], np.int32))
-      >>> [picture.name for picture in split_pictures(split, "test", ("yes", "no"))]
-      ['test[0] (yes)', 'test[1] (no)']
-    """
-    in_memory = isinstance(split, ArraySplit)
-    records = zip(split.images, split.labels, strict=True) if in_memory else split.records
-    for i, (source, label) in enumerate(records):
-        yield Picture(f"{name}[{i}] ({class_names[int(label)]})", source)
-
-
-def _files(path: str) -> Iterator[str]:
-    if os.path.isdir(path):
-        for parent, folders, files in os.walk(path):
-            folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
-            yield from (os.path.join(parent, file) for file in sorted(files) if not file.startswith("."))
-    elif os.path.exists(path):
-        yield path
-    elif glob.has_magic(path):
-        yield from (file for file in sorted(glob.glob(path, recursive=True)) if os.path.isfile(file))
-    else:
-        raise DataError(f"there is no file, folder or pattern {path}")
 
 
 def _decoded(

@@ -17,15 +17,8 @@ from pols_jax.class_bank import ClassBank
 from pols_jax.config import RunConfig
 from pols_jax.data import DataError, load
 from pols_jax.evaluation import evaluate
-from pols_jax.searching import (
-    Findings,
-    Picture,
-    find_pictures,
-    listed_pictures,
-    make_queries,
-    search,
-    split_pictures,
-)
+from pols_jax.picture_sources import Picture, find_pictures, listed_pictures, split_pictures
+from pols_jax.searching import Findings, make_queries, search
 from pols_jax.thresholds import Rule
 from pols_jax.training import RunOptions, fit
 
