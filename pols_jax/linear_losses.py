@@ -27,17 +27,20 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pols_jax import losses
-from pols_jax.checks import check_logits_and_labels, check_output_layer, check_positive
+from pols_jax.checks import (
+    check_logits_and_labels,
+    check_noise_probs,
+    check_output_layer,
+    check_positive,
+)
 from pols_jax.global_batch import AxisName, GlobalBatch
-from pols_jax.linear_stats import LinearStats, Statistic, default_block_size
-from pols_jax.precision import accumulation_dtype
+from pols_jax.linear_stats import LinearStats, Noise, Statistic, default_block_size
 
 
 def cross_entropy(
@@ -187,12 +190,10 @@ def noise_contrastive_estimation(
       Array([3.5671], dtype=float32)
     """
     del axis_name
-    features, kernel, bias, labels = _check(features, kernel, bias, labels)
-    counts, log_counts = _expected_noise(kernel.shape[0], num_noise, noise_probs, class_axis_name)
-    dtype = accumulation_dtype(features, kernel, bias)
-    layer = features, kernel, bias.astype(dtype) - log_counts.astype(dtype), labels
-    s = _stats(layer, "softplus_sum", block_size, class_axis_name, weights=counts)
-    return losses.noise_contrastive_estimation_formula(s, noise_counts=counts)
+    layer = _check(features, kernel, bias, labels)
+    noise = _noise(layer[1].shape[0], num_noise, noise_probs, class_axis_name)
+    s = _stats(layer, "softplus_sum", block_size, class_axis_name, noise=noise)
+    return losses.noise_contrastive_estimation_formula(s, noise_counts=None)
 
 
 def binary_cross_entropy(
@@ -406,7 +407,12 @@ def _without_padding(layer: _Layer, batch: GlobalBatch) -> _Layer:
 
 
 def _stats(
-    layer: _Layer, statistic: Statistic, block_size: int | None, class_axis_name: str | None, *, weights=None
+    layer: _Layer,
+    statistic: Statistic,
+    block_size: int | None,
+    class_axis_name: str | None,
+    *,
+    noise: Noise | None = None,
 ) -> LinearStats:
     features, kernel, *_ = layer
     if block_size is None:
@@ -416,23 +422,20 @@ def _stats(
     return LinearStats(
         *layer,
         statistic=statistic,
-        weights=weights,
+        noise=noise,
         block_size=min(block_size, kernel.shape[0]),
         class_axis_name=class_axis_name,
     )
 
 
-def _expected_noise(num_rows, num_noise, noise_probs, class_axis_name):
-    """`losses.expected_noise` for the rows of this device; they are constants."""
+def _noise(num_rows, num_noise, noise_probs, class_axis_name) -> Noise:
+    """The noise of this device's rows."""
+    check_positive("num_noise", num_noise)
     num_shards = 1 if class_axis_name is None else lax.axis_size(class_axis_name)
     if noise_probs is None:
-        # All rows are alike, so one stands for all: no device holds an array of all classes.
-        check_positive("num_noise", num_noise)
-        noise = losses.expected_noise(1, num_noise=num_noise / (num_rows * num_shards))
-        noise = jax.tree.map(lambda one: jnp.tile(one, num_rows), noise)
+        probs = jnp.full((1,), 1.0 / (num_rows * num_shards), dtype=float)  # one number stands for all rows
     else:
-        noise = losses.expected_noise(num_rows * num_shards, num_noise=num_noise, noise_probs=noise_probs)
+        probs = check_noise_probs(noise_probs, num_rows * num_shards)
         if class_axis_name is not None:
-            start = num_rows * lax.axis_index(class_axis_name)
-            noise = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, start, num_rows), noise)
-    return lax.stop_gradient(noise)
+            probs = lax.dynamic_slice_in_dim(probs, num_rows * lax.axis_index(class_axis_name), num_rows)
+    return Noise(jnp.asarray(num_noise), probs)

@@ -20,6 +20,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pols_jax.class_stats import LogSumExp
+from pols_jax.device_axes import vary_alike
+from pols_jax.losses import noise_counts_formula
 from pols_jax.precision import accumulation_dtype
 
 Statistic = Literal["logsumexp", "max_false", "softplus_sum", "softplus_sum_of_false"]
@@ -54,6 +56,18 @@ def default_block_size(num_examples: int, num_features: int, num_classes: int) -
     return min(2 ** (fitting.bit_length() - 1), num_classes)
 
 
+class Noise(NamedTuple):
+    """The noise of noise-contrastive estimation: class j is expected ``num_noise * probs[j]`` times. A constant.
+
+    Attributes:
+      num_noise: The number of noise classes.
+      probs: Their distribution, shape ``[k]``; shape ``[1]`` if all classes have the same probability.
+    """
+
+    num_noise: Float[Array, ""]
+    probs: Float[Array, " classes"]
+
+
 class LinearStats:
     """The true logit and one more class statistic, from an output layer.
 
@@ -66,7 +80,8 @@ class LinearStats:
       labels: True classes, shape ``[...]``, counted over all devices. A label outside of the classes makes the true
         logit NaN.
       statistic: What the formula needs.
-      weights: For ``softplus_sum``, a weight for each row of ``kernel``; they get no gradient.
+      noise: With noise, all statistics are those of ``logit - log(count)``, and a softplus sum is weighted with the
+        counts. Block by block, so that no array of all counts is made.
       block_size: How many classes are looked at in one go.
       class_axis_name: The device axis that the rows of the kernel are spread over, in the order of the devices.
 
@@ -86,7 +101,7 @@ class LinearStats:
         labels: Int[Array, "*batch"],
         *,
         statistic: Statistic,
-        weights: Float[Array, " classes"] | None = None,
+        noise: Noise | None = None,
         block_size: int,
         class_axis_name: str | None = None,
     ):
@@ -97,7 +112,7 @@ class LinearStats:
             exists = (labels >= 0) & (labels < num_rows * lax.axis_size(class_axis_name))
             first_class = num_rows * lax.axis_index(class_axis_name)
         rows = features.reshape(-1, features.shape[-1])
-        inputs = _vary_alike(_Inputs(rows, kernel, bias, labels - first_class, weights))
+        inputs = vary_alike(_Inputs(rows, kernel, bias, labels - first_class, noise))
         true, result = _PASSES[statistic](block_size, inputs)
         if class_axis_name is not None:
             true = lax.psum(true, class_axis_name)
@@ -117,8 +132,9 @@ class LinearStats:
     def softplus_sum(
         self, *, weights: Float[Array, " classes"] | None = None, false_only: bool = False
     ) -> Float[Array, "..."]:
-        """The sum of softplus, with the weights that were given at the start, see `ClassStats`."""
-        del weights
+        """The sum of softplus, see `ClassStats`; its weights are those of the noise."""
+        if weights is not None:
+            raise ValueError("The weights of these statistics are those of their noise.")
         return self._computed("softplus_sum_of_false" if false_only else "softplus_sum")
 
     def _computed(self, statistic: Statistic) -> Any:
@@ -134,7 +150,7 @@ class _Inputs(NamedTuple):
     kernel: Float[Array, "classes features"]
     bias: Float[Array, " classes"]
     labels: Int[Array, " batch"]
-    weights: Float[Array, " classes"] | None
+    noise: Noise | None
 
     @property
     def dtype(self):
@@ -166,8 +182,14 @@ def _over_blocks(inputs: _Inputs, block_size: int, body: Callable, carry):
 
         kernel = rows(inputs.kernel)
         logits = _product(kernel, inputs.features, 1, 1, dtype) + rows(inputs.bias).astype(dtype)[:, None]
+        weights = None
+        if inputs.noise is not None:
+            num_noise, probs = inputs.noise
+            probs = jnp.broadcast_to(probs, size) if probs.shape == (1,) else rows(probs)
+            counts, log_counts = noise_counts_formula(probs, num_noise=num_noise)
+            logits = logits - log_counts.astype(dtype)[:, None]
+            weights = counts.astype(dtype)[:, None]
         is_true = start + lax.broadcasted_iota(jnp.int32, logits.shape, 0) == inputs.labels[None, :]
-        weights = None if inputs.weights is None else rows(inputs.weights).astype(dtype)[:, None]
         return body(carry, _Block(logits, is_true, kernel, weights, start))
 
     num_full, rest = divmod(num_classes, block_size)
@@ -210,13 +232,13 @@ def _gradients(inputs: _Inputs, block_size: int, true_cotangent, cotangents_of: 
 
 
 def _cotangents(inputs: _Inputs, for_features, for_kernel, for_bias) -> _Inputs:
-    """Labels and weights have none."""
+    """Labels and noise have none."""
     return inputs._replace(
         features=for_features.astype(inputs.features.dtype),
         kernel=for_kernel,
         bias=for_bias,
         labels=None,
-        weights=None,
+        noise=None,
     )
 
 
@@ -367,19 +389,3 @@ def _product(left, right, left_axis, right_axis, dtype):
     return lax.dot_general(
         left, right, (((left_axis,), (right_axis,)), ((), ())), preferred_element_type=dtype
     )
-
-
-def _vary_alike(inputs: _Inputs) -> _Inputs:
-    """Marks all arrays as different along every device axis that one of them differs along.
-
-    Under ``shard_map`` JAX then adds up, over such an axis, the gradient of an array that is the same all along it. It
-    cannot see for itself that a custom derivative needs this.
-    """
-    axes = frozenset().union(*map(_varying_axes, jax.tree.leaves(inputs)))
-    return jax.tree.map(
-        lambda array: lax.pcast(array, tuple(sorted(axes - _varying_axes(array))), to="varying"), inputs
-    )
-
-
-def _varying_axes(array) -> frozenset[str]:
-    return jax.typeof(array).manual_axis_type.varying

@@ -174,9 +174,12 @@ def noise_contrastive_estimation(
 
 
 def noise_contrastive_estimation_formula(
-    s: ClassStats, *, noise_counts: Float[Array, " classes"]
+    s: ClassStats, *, noise_counts: Float[Array, " classes"] | None
 ) -> Float[Array, "..."]:
-    """`noise_contrastive_estimation`, from the counts ``t q_j`` and statistics of ``s_j = z_j - log(t q_j)``."""
+    """`noise_contrastive_estimation`, from the counts ``t q_j`` and statistics of ``s_j = z_j - log(t q_j)``.
+
+    The counts are None if the statistics have them already.
+    """
     return jax.nn.softplus(-s.true) + s.softplus_sum(weights=noise_counts)
 
 
@@ -209,6 +212,13 @@ def expected_noise(
         noise_probs = jnp.full((num_classes,), 1.0 / num_classes, dtype=float)
     else:
         noise_probs = check_noise_probs(noise_probs, num_classes)
+    return noise_counts_formula(noise_probs, num_noise=num_noise)
+
+
+def noise_counts_formula(
+    noise_probs: Float[Array, " classes"], *, num_noise: ArrayLike
+) -> tuple[Float[Array, " classes"], Float[Array, " classes"]]:
+    """`expected_noise`, for any part of the classes and without its checks."""
     dtype = accumulation_dtype(noise_probs)
     counts = jnp.asarray(num_noise).astype(dtype) * noise_probs.astype(dtype)
     never = counts == 0

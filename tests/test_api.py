@@ -30,6 +30,7 @@ ORDER = (
         "linear_stats",
         "linear_losses",
         "heads",
+        "sharded_head",
         "principle",
         "metrics",
     ),

@@ -75,6 +75,8 @@ def test_values_and_gradients_are_those_of_the_dense_loss(name, hyperparameters,
 @every_loss
 def test_in_float64_they_agree_to_twelve_digits(name, hyperparameters, x64):
     arrays = problem(dtype=np.float64)
+    if "noise_probs" in hyperparameters:
+        hyperparameters = hyperparameters | {"noise_probs": hyperparameters["noise_probs"].astype(np.float64)}
     expected = value_and_gradients(dense_loss(name, hyperparameters), arrays)
     actual = value_and_gradients(make_linear_loss(name, **hyperparameters), arrays, block_size=5)
     assert_same(actual, expected, rtol=1e-12, atol=1e-13)
