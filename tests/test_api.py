@@ -29,6 +29,7 @@ ORDER = (
         "losses",
         "linear_stats",
         "linear_losses",
+        "sampled_losses",
         "heads",
         "sharded_head",
         "principle",
