@@ -309,16 +309,13 @@ def _count_block(features, labels, normalizers, start, kernel, bias, first, end,
         logits = columns[labels[i] - start]
         log_probs = (logits - largest) - log_normalizer
         is_positive = labels == labels[i]
-        own = jnp.stack(
-            [
-                count
-                for scores in (logits, log_probs)
-                for count in count_passing(scores, scores[i], is_positive)
-            ]
-        )
-        return counts.at[:, i].set(own)
+        own = [
+            count for scores in (logits, log_probs) for count in count_passing(scores, scores[i], is_positive)
+        ]
+        return tuple(total.at[i].set(count) for total, count in zip(counts, own, strict=True))
 
-    own_counts = lax.fori_loop(first, end, count_example, jnp.zeros((4, len(labels)), jnp.int32))
+    zeros = jnp.zeros(len(labels), jnp.int32)
+    own_counts = jnp.stack(lax.fori_loop(first, end, count_example, (zeros,) * 4))
     class_ids = start + lax.broadcasted_iota(jnp.int32, columns.shape, 0)
     is_true = class_ids == labels[None, :]
 
