@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import chex
-import numpy as np
 import pytest
 
 import train
@@ -19,6 +18,7 @@ from pols_jax.checkpoints import Checkpoints, newest_step
 from pols_jax.config import RunConfig
 from pols_jax.data import load
 from pols_jax.learning import Learner
+from pols_jax.progress import MetricsLog
 
 ROOT = Path(train.__file__).parent
 SMALL = [
@@ -189,19 +189,19 @@ def test_two_hosts_with_two_devices_each_train_the_same_model_as_one_host_with_f
     assert len((tmp_path / "two" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def killed_until_finished(run_dir, flags, moments):
-    """Starts a run again and again, kills it at the given moments (seconds after its start), and lets it finish.
+def killed_until_finished(run_dir, flags, delays):
+    """Starts a run again and again, and kills it some seconds after it has saved a new checkpoint; then lets it finish.
 
     Returns the newest checkpoint that each kill left behind.
     """
     left_behind = []
-    for moment in moments:
+    for delay in delays:
+        found = newest_step(run_dir)
         process = start(*flags, "--run-dir", run_dir)
-        try:
-            process.communicate(timeout=moment)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+        wait_for(lambda found=found: newest_step(run_dir) != found, process)
+        time.sleep(delay)
+        process.kill()
+        process.communicate()
         left_behind.append(newest_step(run_dir))
     code, output = finish(start(*flags, "--run-dir", run_dir))
     assert code == 0, output
@@ -210,16 +210,15 @@ def killed_until_finished(run_dir, flags, moments):
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_twenty_random_moments_ends_with_the_same_bits(tmp_path):
-    flags = ("--loss", "batch_cross_entropy", "--steps", 6000, "--evaluate-every", 50)
-    began = time.monotonic()
-    code, output = finish(start(*flags, "--run-dir", tmp_path / "undisturbed"))
-    seconds = time.monotonic() - began
+    # A look at the validation split, and so a checkpoint, every 100 steps: one is being written most of the time.
+    steps = 20_000
+    flags = ("--loss", "batch_cross_entropy", "--steps", steps, "--evaluate-every", 100)
+    code, output = finish(start(*flags, "--run-dir", tmp_path / "undisturbed"), timeout=1200)
     assert code == 0, output
-    # Between the start of the program and the end of an undisturbed run, with saves going on most of the time.
     rng = random.Random(0)
-    moments = [rng.uniform(0.1 * seconds, 0.5 * seconds) for _ in range(20)]
-    left_behind = killed_until_finished(tmp_path / "killed", flags, moments)
-    assert len(set(left_behind)) > 5, f"the kills did not hit the training: {left_behind}"
+    left_behind = killed_until_finished(tmp_path / "killed", flags, [rng.uniform(0, 0.5) for _ in range(20)])
+    assert sorted(set(left_behind)) == left_behind, "every start goes on from where the last one was killed"
+    assert left_behind[-1] < steps, "the run ended before the last kill"
     chex.assert_trees_all_equal(final_params(tmp_path / "undisturbed"), final_params(tmp_path / "killed"))
-    steps = [line.split(",")[0] for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [f'{{"step": {step}' for step in np.arange(50, 6001, 50)]
+    records = MetricsLog(tmp_path / "killed" / "metrics.jsonl").records()
+    assert [record["step"] for record in records] == list(range(100, steps + 1, 100))
