@@ -148,7 +148,7 @@ class NetworkBench:
     @property
     def host_features(self) -> Float[np.ndarray, "batch features"]:
         """The features of the images."""
-        return np.asarray(self._features)
+        return np.array(self._features)  # a copy, because PyTorch wants to be able to write
 
     def host_head(self, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
         """The kernel [k, d] and the bias [k]."""
