@@ -6,7 +6,6 @@ opening a network and asking costs the same for a thousand classes and for a mil
 
 import difflib
 import functools
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,15 +105,17 @@ class ClassBank:
             if not 0 <= name_or_id < self.run.num_classes:
                 raise ConfigError(f"Class ids are from 0 to {self.run.num_classes - 1}, got {name_or_id}.")
             return int(name_or_id)
-        found = self._ids_by_name.get(name_or_id.casefold(), [])
+        wanted = name_or_id.casefold()
+        found = [class_id for class_id, name in enumerate(self.names) if name.casefold() == wanted]
         exact = [class_id for class_id in found if self.names[class_id] == name_or_id]
         if len(exact or found) == 1:
             return (exact or found)[0]
         if found:
             names = " and ".join(self.names[class_id] for class_id in found)
             raise ConfigError(f"The class {name_or_id!r} could be {names}; write it as it is.")
-        near = difflib.get_close_matches(name_or_id.casefold(), self._ids_by_name, n=3, cutoff=0.4)
-        nearest = [self.names[self._ids_by_name[name][0]] for name in near]
+        folded = [name.casefold() for name in self.names]
+        near = difflib.get_close_matches(wanted, folded, n=3, cutoff=0.4)
+        nearest = [self.names[folded.index(name)] for name in near]
         advice = f"the nearest are {', '.join(nearest)}" if nearest else "class_names.json lists them all"
         raise ConfigError(f"There is no class named {name_or_id!r} in {self.run.directory}; {advice}.")
 
@@ -201,13 +202,6 @@ class ClassBank:
           One answer per image, shape ``[m]``.
         """
         return self.logits(images, [name_or_id])[:, 0] >= self.threshold(name_or_id, rule).value
-
-    @functools.cached_property
-    def _ids_by_name(self) -> dict[str, list[int]]:
-        ids = defaultdict(list)
-        for class_id, name in enumerate(self.names):
-            ids[name.casefold()].append(class_id)
-        return dict(ids)
 
     def _padded_rows(self, classes: Sequence[str | int]) -> tuple[np.ndarray, np.ndarray]:
         rows = [self.row(name_or_id) for name_or_id in classes]

@@ -1,6 +1,9 @@
 """ClassBank: the asked logits are those of the whole network, and only the asked rows are read."""
 
 import json
+import subprocess
+import sys
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +112,6 @@ def test_names_that_differ_in_case_alone_must_be_written_as_they_are(bank):
     assert bank.class_id("A") == 1
     assert bank.class_id("b") == 2
     vars(bank.run)["class_names"] = ("Straße", "STRASSE")
-    del bank._ids_by_name
     with pytest.raises(ConfigError, match="could be Straße and STRASSE"):
         bank.class_id("strasse")
 
@@ -180,3 +182,27 @@ def test_the_first_query_reads_a_small_share_of_the_head(tmp_path, num_classes, 
     # 1024 x 512 weights and batch norm, stored twice at most (data and its metadata): nothing of the head.
     assert backbone_bytes < 2 * 4 * 1024 * 512
     assert np.isfinite(logits).all()
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_query_does_not_grow_with_the_number_of_classes(tmp_path):
+    """The head of 2^18 classes is 512 MB; what may grow is the list of names, about 100 bytes each."""
+    program = textwrap.dedent(
+        """
+        import re, sys
+        from pathlib import Path
+        import numpy as np
+        from pols_jax.class_bank import ClassBank
+        bank = ClassBank.open(sys.argv[1])
+        bank.logits(np.zeros((5, 32, 32, 1), np.uint8), ["class 7"])
+        # Not getrusage: its peak is inherited from the process that started this one.
+        print(1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]))
+        """
+    )
+    peaks = {}
+    for num_classes in (2**12, 2**18):
+        head = made_up_run(tmp_path / str(num_classes), num_classes, 512)
+        command = [sys.executable, "-c", program, str(tmp_path / str(num_classes))]
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        peaks[num_classes] = int(result.stdout)
+    assert peaks[2**18] - peaks[2**12] < 0.15 * head["kernel"].nbytes
