@@ -7,6 +7,7 @@ chosen on the validation split. `Experiment.runs` lists its runs.
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -22,6 +23,9 @@ LEARNING_RATE_SWEEP = (1.0, 0.1, 0.01, 0.001)
 
 # Losses that sum one sigmoid per class: their biases start from the prior probability of a class.
 _SIGMOID_LOSSES = ("binary_cross_entropy", "noise_contrastive_estimation")
+
+# Settings that change where a run is computed, but not what: a run may go on with others.
+_PLACEMENT = ("head", "mesh")
 
 
 class ConfigError(ValueError):
@@ -113,6 +117,8 @@ class Setup(DataConfig):
     weight_decay: float = 0.0
     bias_start: float | None = None
     evaluate_every: int = 200
+    head: Literal["dense", "linear", "sharded"] = "dense"
+    mesh: str | None = None
 
     def __post_init__(self):
         """Checks the settings that can be checked without data or devices."""
@@ -130,6 +136,20 @@ class Setup(DataConfig):
             raise ConfigError(f"--hidden-sizes is an option of the mlp; {self.model} has --width.")
         if self.auxiliary and self.model != "inception_v3":
             raise ConfigError(f"--auxiliary is an option of inception_v3, not of {self.model}.")
+        if self.auxiliary and self.head != "dense":
+            raise ConfigError(f"--auxiliary needs --head dense; --head {self.head} has one output layer.")
+        if self.mesh is not None and self.head != "sharded":
+            raise ConfigError(f"--mesh is an option of --head sharded, not of --head {self.head}.")
+        self.mesh_shape(1)
+
+    def mesh_shape(self, num_devices: int) -> tuple[int, int]:
+        """The parts of the batch and of the classes that ``mesh`` asks for."""
+        if self.mesh is None:
+            return 1, num_devices
+        parts = re.fullmatch(r"data=([1-9]\d*),class=([1-9]\d*)", self.mesh)
+        if parts is None:
+            raise ConfigError(f"--mesh must look like data=2,class=4, got {self.mesh}.")
+        return int(parts[1]), int(parts[2])
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary that JSON can hold; `from_json` reads it back."""
@@ -196,11 +216,11 @@ class RunConfig(Setup):
         return prior_bias(num_classes) if self.loss in _SIGMOID_LOSSES else 0.0
 
     def differences(self, other: "RunConfig") -> list[str]:
-        """The settings in which two configs differ, one phrase each."""
+        """The settings in which two configs differ, one phrase each; where a run is computed is none of them."""
         return [
             f"{flag(field.name)} {getattr(self, field.name)} instead of {getattr(other, field.name)}"
             for field in dataclasses.fields(self)
-            if getattr(self, field.name) != getattr(other, field.name)
+            if field.name not in _PLACEMENT and getattr(self, field.name) != getattr(other, field.name)
         ]
 
 

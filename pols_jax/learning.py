@@ -9,7 +9,6 @@ streamed, one dispatch per step. Both run the same `train_step`.
 """
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pols_jax import metrics, principle
 from pols_jax.config import ConfigError, RunConfig
@@ -31,6 +30,9 @@ from pols_jax.data import (
     sample_batch,
     stream_batches,
 )
+from pols_jax.heads import class_logits
+from pols_jax.linear_losses import make_linear_loss
+from pols_jax.linear_output import LinearOutput
 from pols_jax.losses import MeanLoss, make_loss
 from pols_jax.models import MODELS, Classifier
 from pols_jax.optimizers import make_optimizer
@@ -93,6 +95,8 @@ class Learner(NamedTuple):
       loss: The loss of a whole batch.
       optimizer: The optimizer, with its schedule and weight decay.
       seed: The seed of the run.
+      linear_output: The output layer with its loss, if it is computed without all the logits; None if ``loss`` is taken
+        from logits.
 
     Examples:
       >>> from pols_jax.config import RunConfig
@@ -108,13 +112,18 @@ class Learner(NamedTuple):
     loss: MeanLoss
     optimizer: optax.GradientTransformation
     seed: int
+    linear_output: LinearOutput | None = None
 
     @classmethod
     def from_config(cls, config: RunConfig, dataset: Dataset, *, axis_name: str | None = None) -> "Learner":
         """Builds the network, loss and optimizer that a config asks for."""
         model = make_model(config, dataset.num_classes, axis_name=axis_name)
-        loss = make_loss(config.loss, **_loss_options(config, dataset))
-        return cls(model, loss, make_optimizer(config), config.seed)
+        options = loss_options(config, dataset)
+        linear_output = None
+        if config.head != "dense":
+            linear_output = LinearOutput(make_linear_loss(config.loss, **options))
+        loss = make_loss(config.loss, **options)
+        return cls(model, loss, make_optimizer(config), config.seed, linear_output)
 
     def init(self, image_shape: tuple[int, int, int]) -> TrainState:
         """Creates the state before the first step."""
@@ -122,6 +131,30 @@ class Learner(NamedTuple):
         variables = self.model.init(key, jnp.zeros((1, *image_shape), jnp.float32))
         params, batch_stats = variables["params"], variables.get("batch_stats", {})
         return TrainState(jnp.zeros((), jnp.int32), params, batch_stats, self.optimizer.init(params))
+
+    def measure(
+        self, params: Any, outputs: Float[Array, "batch units"], batch: Batch, *, axis_name: str | None
+    ) -> tuple[Float[Array, ""], Bool[Array, " batch"]]:
+        """Computes the loss, and which examples are right, from logits or from the features that stand for them."""
+        label, mask = jnp.asarray(batch.label), jnp.asarray(batch.mask)
+        if self.linear_output is None:
+            is_correct = jnp.argmax(outputs, axis=-1) == label
+            return self.loss(outputs, label, where=mask, axis_name=axis_name), is_correct
+        layer = self.output_layer(params, outputs)
+        is_correct = self.linear_output.is_correct(*lax.stop_gradient(layer), label)
+        return self.linear_output.loss(*layer, label, where=mask, axis_name=axis_name), is_correct
+
+    def output_layer(
+        self, params: Any, features: Float[Array, "batch features"]
+    ) -> tuple[Float[Array, "batch features"], Float[Array, "classes features"], Float[Array, " classes"]]:
+        """Returns features, kernel and bias in the dtypes that the model computes its logits with."""
+        kernel, bias = params["head"]["kernel"], params["head"]["bias"]
+        return features.astype(self.model.dtype), kernel.astype(self.model.dtype), bias
+
+    @property
+    def method(self) -> str:
+        """The method of the model whose outputs `measure` takes."""
+        return "__call__" if self.linear_output is None else "features"
 
 
 def make_model(config: RunConfig, num_classes: int, *, axis_name: str | None = None) -> Classifier:
@@ -174,29 +207,33 @@ def train_step(
       >>> int(state.step), int(totals.examples)
       (1, 32)
     """
-    image, label, mask = (jnp.asarray(leaf) for leaf in batch)
+    mask = jnp.asarray(batch.mask)
     dropout_key = jax.random.fold_in(jax.random.key(learner.seed), state.step)
     if axis_name is not None:
         dropout_key = jax.random.fold_in(dropout_key, lax.axis_index(axis_name))
 
     def objective(params):
-        outputs: Any = learner.model.apply(
+        applied: Any = learner.model.apply(
             {"params": params, "batch_stats": state.batch_stats},
-            image,
+            jnp.asarray(batch.image),
             train=True,
             mask=mask,
             rngs={"dropout": dropout_key},
             mutable=["batch_stats", "auxiliary"],
+            method=learner.method,
         )
-        logits, updates = outputs
-        loss = partial(learner.loss, labels=label, where=mask, axis_name=axis_name)
-        value = loss(logits)
+        outputs, updates = applied
+        value, is_correct = learner.measure(params, outputs, batch, axis_name=axis_name)
         if "auxiliary" in updates:
-            value += _AUXILIARY_WEIGHT * loss(updates["auxiliary"]["auxiliary_logits"])
-        return value, (logits, updates.get("batch_stats", {}))
+            auxiliary_logits = updates["auxiliary"]["auxiliary_logits"]
+            label = jnp.asarray(batch.label)
+            value += _AUXILIARY_WEIGHT * learner.loss(
+                auxiliary_logits, label, where=mask, axis_name=axis_name
+            )
+        return value, (is_correct, updates.get("batch_stats", {}))
 
-    (value, (logits, batch_stats)), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
-    correct = jnp.sum((jnp.argmax(logits, axis=-1) == label) & mask).astype(jnp.float32)
+    (value, (is_correct, batch_stats)), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
+    correct = jnp.sum(is_correct & mask).astype(jnp.float32)
     examples = jnp.sum(mask).astype(jnp.float32)
     if axis_name is not None:
         grads = lax.pmean(grads, axis_name)
@@ -233,7 +270,15 @@ def noise_distribution(name: str, labels: Int[np.ndarray, " examples"], num_clas
     return (weights / weights.sum()).astype(np.float32)
 
 
-def _loss_options(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
+def loss_options(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
+    """Returns the hyper-parameters of a run's loss, those that depend on the data included.
+
+    Examples:
+      >>> from pols_jax.data import load
+      >>> config = RunConfig(loss="noise_contrastive_estimation", characters="0030-0039")
+      >>> loss_options(config, load("glyphs", **config.options()))
+      {'num_noise': 10}
+    """
     options = config.loss_options()
     if "noise" in options:
         noise = options.pop("noise")
@@ -267,25 +312,36 @@ class Trainer:
 
     def __init__(self, config: RunConfig, dataset: Dataset):
         check_batch_size(config.batch_size, jax.device_count())
-        self.config = config
-        self.dataset = dataset
+        self._prepare(config, dataset)
         self.learner = Learner.from_config(config, dataset, axis_name=AXIS)
-        self.num_traces = 0  # how often the training program was compiled
-        self._resident = None
-        self._stream: Iterator[Batch] | None = None
         self._advance = jax.pmap(
             self._advance_on_device, axis_name=AXIS, in_axes=(0, 0, None), donate_argnums=0
         )
         self._step = jax.pmap(self._step_on_device, axis_name=AXIS, donate_argnums=0)
         self._validate = jax.pmap(self._validate_on_device, axis_name=AXIS, in_axes=(0, 0, None))
 
-    def replicate(self, state: TrainState) -> TrainState:
-        """Puts a state on every device."""
+    def _prepare(self, config: RunConfig, dataset: Dataset) -> None:
+        self.config = config
+        self.dataset = dataset
+        self.num_traces = 0  # how often the training program was compiled
+        self._resident = None
+        self._stream: Iterator[Batch] | None = None
+
+    def place(self, state: TrainState) -> TrainState:
+        """Puts a whole state on the devices."""
         return replicate(state)
+
+    def whole(self, state: TrainState) -> TrainState:
+        """Takes a state from the devices, as it was before `place`."""
+        return unreplicate(state)
+
+    def step_of(self, state: TrainState) -> int:
+        """The number of steps that a state on the devices has done."""
+        return int(self._first(state.step))
 
     def init(self) -> TrainState:
         """Creates the state before the first step, on every device."""
-        return replicate(self.learner.init(self.dataset.image_shape))
+        return self.place(self.learner.init(self.dataset.image_shape))
 
     def advance(self, state: TrainState, until: int) -> tuple[TrainState, Totals]:
         """Trains until a step is reached, or the loss is no longer finite.
@@ -301,12 +357,22 @@ class Trainer:
         if isinstance(train, StreamSplit):
             return self._advance_by_stream(train, state, until)
         if self._resident is None:
-            self._resident = replicate((train.images, train.labels))
+            self._resident = self._put_resident((train.images, train.labels))
         state, totals = self._advance(state, self._resident, jnp.asarray(until, jnp.int32))
-        return state, unreplicate(totals)
+        return state, self._first(totals)
+
+    # What a trainer on a mesh does in another way: data on the devices, a batch on them, and back.
+    def _put_resident(self, arrays: Any) -> Any:
+        return replicate(arrays)
+
+    def _split(self, batch: Batch) -> Batch:
+        return _split_over_devices(batch)
+
+    def _first(self, tree: Any) -> Any:
+        return unreplicate(tree)
 
     def _advance_by_stream(self, train, state, until):
-        step = int(unreplicate(state.step))
+        step = self.step_of(state)
         if self._stream is None:
             self._stream = stream_batches(
                 train,
@@ -318,8 +384,8 @@ class Trainer:
             )
         sums = Totals.zero()
         while step < until:
-            state, totals = self._step(state, _split_over_devices(next(self._stream)))
-            totals = unreplicate(totals)
+            state, totals = self._step(state, self._split(next(self._stream)))
+            totals = self._first(totals)
             sums = jax.tree.map(jnp.add, sums, totals)._replace(last_loss=totals.last_loss)
             step += 1
             if not np.isfinite(totals.last_loss):
@@ -331,23 +397,28 @@ class Trainer:
         return train_step(self.learner, state, batch, axis_name=AXIS)
 
     def _advance_on_device(self, state, resident, until):
+        return self._advance_with(state, resident, until, self._sampled_step_on_device)
+
+    def _sampled_step_on_device(self, state, images, labels):
+        batch = sample_batch(
+            images,
+            labels,
+            state.step,
+            seed=self.config.seed,
+            batch_size=self.config.batch_size,
+            augment=self.dataset.augment,
+            shard=lax.axis_index(AXIS),
+            num_shards=jax.device_count(),
+        )
+        return train_step(self.learner, state, batch, axis_name=AXIS)
+
+    def _advance_with(self, state, resident, until, sampled_step):
         """Runs as many steps as are asked for; the number is not part of the program, so it compiles once."""
         self.num_traces += 1
-        images, labels = resident
 
         def step(carry):
             state, sums = carry
-            batch = sample_batch(
-                images,
-                labels,
-                state.step,
-                seed=self.config.seed,
-                batch_size=self.config.batch_size,
-                augment=self.dataset.augment,
-                shard=lax.axis_index(AXIS),
-                num_shards=jax.device_count(),
-            )
-            state, totals = train_step(self.learner, state, batch, axis_name=AXIS)
+            state, totals = sampled_step(state, *resident)
             sums = jax.tree.map(jnp.add, sums, totals)._replace(last_loss=totals.last_loss)
             return state, sums
 
@@ -369,7 +440,7 @@ class Trainer:
         num_columns = max(1, min(num_classes, _MAX_SCORES // len(split)))
         columns = jnp.asarray(np.linspace(0, num_classes - 1, num_columns).round().astype(np.int32))
         outputs = [
-            jax.tree.map(np.asarray, unreplicate(self._validate(state, _split_over_devices(batch), columns)))
+            jax.tree.map(np.asarray, self._first(self._validate(state, self._split(batch), columns)))
             for batch in _batches_for_all_hosts(split)
         ]
         sizes = np.array([out["examples"] for out in outputs])
@@ -391,17 +462,51 @@ class Trainer:
         }
 
     def _validate_on_device(self, state, batch, columns):
-        variables = {"params": state.params, "batch_stats": state.batch_stats}
-        logits: Any = self.learner.model.apply(variables, batch.image)
-        correct = jnp.sum((jnp.argmax(logits, axis=-1) == batch.label) & batch.mask)
-        scores = logits if len(columns) == logits.shape[1] else logits[:, columns]
-        gathered = lax.all_gather((scores, batch.label, batch.mask), AXIS, tiled=True)
-        return {
-            "loss": self.learner.loss(logits, batch.label, where=batch.mask, axis_name=AXIS),
-            "correct": lax.psum(correct, AXIS),
-            "examples": lax.psum(jnp.sum(batch.mask), AXIS),
-            **dict(zip(("scores", "label", "mask"), gathered, strict=True)),
-        }
+        out = measure_validation(self.learner, state, batch, columns, axis_name=AXIS)
+        gathered = lax.all_gather({name: out[name] for name in _PER_EXAMPLE}, AXIS, tiled=True)
+        return out | lax.psum({name: out[name] for name in ("correct", "examples")}, AXIS) | gathered
+
+
+_PER_EXAMPLE = ("scores", "label", "mask")
+
+
+def measure_validation(
+    learner: Learner,
+    state: TrainState,
+    batch: Batch,
+    columns: Int[Array, " columns"],
+    *,
+    axis_name: str | None,
+) -> dict[str, Array]:
+    """Measures one batch of the validation split: its loss, and this device's part of everything else.
+
+    Examples:
+      >>> from pols_jax.data import load
+      >>> config = RunConfig(width=0.1, characters="0030-0039")
+      >>> dataset = load("glyphs", **config.options())
+      >>> learner = Learner.from_config(config, dataset)
+      >>> batch = next(iter(evaluation_batches(dataset.validation, batch_size=8)))
+      >>> state = learner.init(dataset.image_shape)
+      >>> measured = measure_validation(learner, state, batch, jnp.arange(10), axis_name=None)
+      >>> measured["scores"].shape
+      (8, 10)
+    """
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    outputs: Any = learner.model.apply(variables, batch.image, method=learner.method)
+    loss, is_correct = learner.measure(state.params, outputs, batch, axis_name=axis_name)
+    if learner.linear_output is None:
+        scores = outputs if len(columns) == outputs.shape[1] else outputs[:, columns]
+    else:
+        scores = class_logits(*learner.output_layer(state.params, outputs), columns)
+    label, mask = jnp.asarray(batch.label), jnp.asarray(batch.mask)
+    return {
+        "loss": loss,
+        "correct": jnp.sum(is_correct & mask),
+        "examples": jnp.sum(mask),
+        "scores": scores,
+        "label": label,
+        "mask": mask,
+    }
 
 
 def _violation_rate(scores, labels) -> float:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pols_jax import heads
@@ -80,12 +80,20 @@ def pad_classes(
     if num_shards < 1:
         raise ValueError(f"num_shards must be at least 1, got {num_shards}.")
     num_rows = -kernel.shape[0] % num_shards
-    # Far from the end of the range, so that a sum with it is finite.
-    lowest = max(-1e30, float(jnp.finfo(bias.dtype).min) / 4)
     return (
         jnp.pad(kernel, ((0, num_rows), (0, 0))),
-        jnp.pad(bias, (0, num_rows), constant_values=lowest),
+        jnp.pad(bias, (0, num_rows), constant_values=padding_bias(bias.dtype)),
     )
+
+
+def padding_bias(dtype: DTypeLike) -> float:
+    """Returns the bias of a row of padding: very negative, but far enough from the end of the range to be added to.
+
+    Examples:
+      >>> padding_bias("float32")
+      -1e+30
+    """
+    return max(-1e30, float(jnp.finfo(dtype).min) / 4)
 
 
 def class_logits(

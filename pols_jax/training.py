@@ -22,7 +22,8 @@ from jax.experimental import multihost_utils
 from pols_jax.checkpoints import Checkpoints, newest_step, read_config
 from pols_jax.config import LOSS_FLAGS, ConfigError, RunConfig
 from pols_jax.data import Dataset
-from pols_jax.learning import Learner, Trainer, TrainState, check_batch_size, train_step, unreplicate
+from pols_jax.learning import Learner, Trainer, TrainState, check_batch_size, train_step
+from pols_jax.mesh_training import make_trainer
 from pols_jax.optimizers import make_schedule
 from pols_jax.progress import MetricsLog, Progress
 
@@ -150,7 +151,7 @@ class _Run:
     def __init__(self, config: RunConfig, dataset: Dataset, run_dir: Path, options: RunOptions):
         self.config, self.dataset, self.run_dir, self.options = config, dataset, run_dir, options
         self.is_first_host = jax.process_index() == 0
-        self.trainer = Trainer(config, dataset)
+        self.trainer = make_trainer(config, dataset)
         self.schedule = make_schedule(config)
         self.steps_per_second: float | None = None
 
@@ -166,7 +167,7 @@ class _Run:
         ):
             self.checkpoints, self.progress, self.board = checkpoints, progress, board
             state = self._start()
-            step = int(unreplicate(state.step))
+            step = self.trainer.step_of(state)
             log = MetricsLog(self.run_dir / "metrics.jsonl", first_step=step) if self.is_first_host else None
             validation: dict[str, float] = {}
             sums, since = np.zeros(4), time.monotonic()
@@ -174,7 +175,7 @@ class _Run:
                 began = time.monotonic()
                 state, totals = self.trainer.advance(state, self._next_stop(step))
                 last_loss = float(totals.last_loss)
-                steps_done, step = int(totals.steps), int(unreplicate(state.step))
+                steps_done, step = int(totals.steps), self.trainer.step_of(state)
                 self.steps_per_second = steps_done / (time.monotonic() - began)
                 sums += np.array([totals.loss, totals.correct, totals.examples, totals.steps], np.float64)
                 if not np.isfinite(last_loss):
@@ -205,11 +206,11 @@ class _Run:
         template = self.trainer.learner.init(self.dataset.image_shape)
         saved = self.checkpoints.restore_newest(template)
         if saved is None:
-            return self.trainer.replicate(template)
+            return self.trainer.place(template)
         for problem in saved.problems:
             self.progress.warn(f"{problem} Going on from checkpoint {saved.step}.")
         self.progress.note(f"{_title(self.config)}: resumed at step {saved.step}")
-        return self.trainer.replicate(saved.state)
+        return self.trainer.place(saved.state)
 
     def _next_stop(self, step: int) -> int:
         """The step to dispatch up to: the next event, or about a second of work."""
@@ -222,7 +223,7 @@ class _Run:
     def _save(self, step: int, state: TrainState, validation_accuracy: float | None) -> None:
         self.checkpoints.save(
             step,
-            unreplicate(state),
+            self.trainer.whole(state),
             config=self.config.to_json(),
             validation_accuracy=validation_accuracy,
         )
