@@ -2,5 +2,5 @@
 
 ``timing`` measures, ``records`` keeps what was measured, ``programs`` checks what the compiler made of it. ``logits_speed``,
 ``loss_speed`` and ``metric_speed`` are the three benchmarks of ``bench_speed.py``, ``torch_peer`` the same work in PyTorch, and
-``speed_report`` turns records into tables and figures.
+``speed_tables`` and ``speed_figures`` turn records into tables and figures.
 """
