@@ -15,14 +15,14 @@ from typing import Annotated
 
 import jax
 import tyro
-from pols_jax.evaluation import evaluate
-from pols_jax.reporting import slc_table
 
 from pols_jax import cli
 from pols_jax.checks import unknown_name
 from pols_jax.config import PRESETS, ConfigError, Experiment
 from pols_jax.data import load
+from pols_jax.evaluation import evaluate
 from pols_jax.experiments import run_experiment, saved_experiment
+from pols_jax.reporting import slc_table
 from pols_jax.training import RunOptions
 
 
@@ -77,7 +77,7 @@ def parse(arguments: list[str]) -> Flags:
         Flags,
         args=arguments,
         default=Flags(preset=known.preset, experiment=experiment),
-        description=f"{Flags.__doc__.splitlines()[0]}\n\nPresets:\n{presets}",
+        description=f"Train networks whose single logits can be trusted, and compare them.\n\nPresets:\n{presets}",
     )
 
 
