@@ -186,7 +186,7 @@ def _over_blocks(inputs: _Inputs, block_size: int, body: Callable, carry):
         if inputs.noise is not None:
             num_noise, probs = inputs.noise
             probs = jnp.broadcast_to(probs, size) if probs.shape == (1,) else rows(probs)
-            counts, log_counts = noise_counts_formula(probs, num_noise=num_noise)
+            counts, log_counts = noise_counts_formula(noise_probs=probs, num_noise=num_noise)
             logits = logits - log_counts.astype(dtype)[:, None]
             weights = counts.astype(dtype)[:, None]
         is_true = start + lax.broadcasted_iota(jnp.int32, logits.shape, 0) == inputs.labels[None, :]

@@ -212,11 +212,11 @@ def expected_noise(
         noise_probs = jnp.full((num_classes,), 1.0 / num_classes, dtype=float)
     else:
         noise_probs = check_noise_probs(noise_probs, num_classes)
-    return noise_counts_formula(noise_probs, num_noise=num_noise)
+    return noise_counts_formula(noise_probs=noise_probs, num_noise=num_noise)
 
 
 def noise_counts_formula(
-    noise_probs: Float[Array, " classes"], *, num_noise: ArrayLike
+    *, noise_probs: Float[Array, " classes"], num_noise: ArrayLike
 ) -> tuple[Float[Array, " classes"], Float[Array, " classes"]]:
     """`expected_noise`, for any part of the classes and without its checks."""
     dtype = accumulation_dtype(noise_probs)

@@ -246,7 +246,8 @@ def _loss_of_rows(features, rows: _Rows, classes, sampler: NoiseSampler, num_noi
     """``softplus(-s_y) + sum of softplus(s_c)`` over the drawn classes c, with ``s_j = z_j - log(t q_j)``."""
     num_examples, num_features = features.shape
     dtype = accumulation_dtype(features, *rows)
-    _, log_counts = noise_counts_formula(sampler.probs.at[classes].get(mode="clip"), num_noise=num_noise)
+    noise_probs = sampler.probs.at[classes].get(mode="clip")
+    _, log_counts = noise_counts_formula(noise_probs=noise_probs, num_noise=num_noise)
     shifts = rows.bias.astype(dtype) - log_counts.astype(dtype)
     true, noise = rows.kernel[:num_examples], rows.kernel[num_examples:]
     true_scores = _sum_of_products("md,md->m", features, true, dtype) + shifts[:num_examples]

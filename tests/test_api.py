@@ -24,7 +24,7 @@ ORDER = (
         "precision",
         "checks",
         "class_stats",
-        "linear_stats",
+        "device_axes",
         "global_batch",
         "losses",
         "linear_stats",
