@@ -10,7 +10,7 @@ import jax
 from pols_jax.checkpoints import newest_step, read_config
 from pols_jax.config import Experiment, RunConfig
 from pols_jax.data import Dataset
-from pols_jax.learning import check_batch_size
+from pols_jax.trainer import check_batch_size
 from pols_jax.training import Outcome, RunOptions, check_run_dir, choices_text, fit, make_run_dir, write_json
 
 

@@ -16,19 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from pols_jax.config import ConfigError, RunConfig
 from pols_jax.data import Batch, Dataset, sample_batch
-from pols_jax.learning import (
-    Learner,
-    Totals,
-    Trainer,
-    TrainState,
-    check_batch_size,
-    loss_options,
-    measure_validation,
-    train_step,
-)
+from pols_jax.learning import Learner, Totals, TrainState, loss_options, train_step
 from pols_jax.linear_losses import make_linear_loss
 from pols_jax.linear_output import LinearOutput
 from pols_jax.sharded_head import CLASS_AXIS, DATA_AXIS, make_mesh, padding_bias
+from pols_jax.trainer import Trainer, check_batch_size, measure_validation
 
 
 def make_trainer(config: RunConfig, dataset: Dataset) -> Trainer:

@@ -22,10 +22,11 @@ from jax.experimental import multihost_utils
 from pols_jax.checkpoints import Checkpoints, newest_step, read_config
 from pols_jax.config import LOSS_FLAGS, ConfigError, RunConfig
 from pols_jax.data import Dataset
-from pols_jax.learning import Learner, Trainer, TrainState, check_batch_size, train_step
+from pols_jax.learning import Learner, TrainState, train_step
 from pols_jax.mesh_training import make_trainer
 from pols_jax.optimizers import make_schedule
 from pols_jax.progress import MetricsLog, Progress
+from pols_jax.trainer import Trainer, check_batch_size
 
 __all__ = [
     "InterruptedRunError",

@@ -10,9 +10,9 @@ import pytest
 from pols_jax.checkpoints import Checkpoints
 from pols_jax.config import ConfigError, RunConfig
 from pols_jax.data import Dataset, load
-from pols_jax.learning import Trainer
 from pols_jax.losses import LOSSES
 from pols_jax.mesh_training import MeshTrainer, make_trainer
+from pols_jax.trainer import Trainer
 from pols_jax.training import RunOptions, fit
 
 # 80 training images in batches of 32: the third batch of every epoch is only half full. 10 classes: not a multiple of 4.

@@ -13,8 +13,9 @@ from pols_jax.checkpoints import Checkpoints, newest_step
 from pols_jax.config import ConfigError, Experiment, RunConfig
 from pols_jax.data import load
 from pols_jax.experiments import DivergenceError, run_experiment, saved_experiment
-from pols_jax.learning import Learner, Trainer
+from pols_jax.learning import Learner
 from pols_jax.progress import MetricsLog
+from pols_jax.trainer import Trainer
 from pols_jax.training import InterruptedRunError, RunOptions, fit
 
 CONFIG = RunConfig(

@@ -14,7 +14,8 @@ from jax import lax
 from pols_jax.benchmarking.timing import Variant, measure
 from pols_jax.config import RunConfig
 from pols_jax.data import ArraySplit, Dataset, sample_batch
-from pols_jax.learning import Learner, Trainer, train_step
+from pols_jax.learning import Learner, train_step
+from pols_jax.trainer import Trainer
 
 
 def random_dataset(num_examples: int) -> Dataset:
