@@ -35,7 +35,28 @@ ORDER = (
         "principle",
         "metrics",
     ),
-    *("data", "models", "config", "checkpoints", "training", "evaluation", "benchmarking", "reporting"),
+    *("data", "models"),
+    *(
+        "config",
+        "optimizers",
+        "checkpoints",
+        "progress",
+        "linear_output",
+        "learning",
+        "trainer",
+        "mesh_training",
+    ),
+    *(
+        "training",
+        "experiments",
+        "runs",
+        "class_blocks",
+        "thresholds",
+        "evaluation",
+        "class_bank",
+        "searching",
+    ),
+    *("reporting", "figures", "benchmarking", "cli"),
 )
 # What people import into their own programs: these stand on nothing but modules that `ORDER` names before them.
 LIBRARY = ORDER[: ORDER.index("config")]
