@@ -117,6 +117,7 @@ def test_an_interrupted_run_leaves_a_readable_record_of_what_was_measured(tmp_pa
         assert process.wait(timeout=60) == code
     finally:
         process.kill()
+        process.wait()
     left = Record.load(path)
     assert not left.finished
     assert {m.variant for m in left.measurements} >= {"backbone", "all_logits", "one_logit"}

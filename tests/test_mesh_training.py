@@ -45,8 +45,8 @@ def trained(config, dataset, steps=6):
     return losses, trainer.whole(state), trainer.validate(state), totals
 
 
-# One loss for each statistic in every test run, the others in the slow one.
-QUICK = ("noise_contrastive_estimation", "batch_cross_entropy", "batch_max_margin")
+# One loss in every test run, the others in the slow one.
+QUICK = ("batch_cross_entropy",)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,7 @@ def test_the_rows_of_a_sharded_head_and_of_its_momentum_are_spread_over_the_clas
         assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {3}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_mesh_opens_on_another_and_in_the_dense_form(tmp_path, digits):
     options = RunOptions(quiet=True)
     whole = fit(dataclasses.replace(CONFIG, steps=6), digits, tmp_path / "whole", options=options)

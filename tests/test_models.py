@@ -132,7 +132,9 @@ def test_the_jitted_function_is_the_eager_function(name):
     np.testing.assert_allclose(apply(variables, images), model.apply(variables, images), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "inception_v3" else ()) for name in SMALL]
+)
 def test_in_training_the_gradient_reaches_every_parameter(name):
     _, variables, _ = initialised(name)
     images = random_images(name)
