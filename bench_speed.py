@@ -73,7 +73,8 @@ def benchmark(verb: str, settings: Any, run: Any) -> Record:
     environment = describe_environment(find_devices(settings.device, getattr(settings, "num_devices", 1)))
     values = {name: _plain(value) for name, value in dataclasses.asdict(settings).items()}
     signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a program that starts in the background ignores it
+    # A program that starts in the background ignores Ctrl-C unless it says otherwise.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     console = Console(stderr=True)
     with Recorder(Record(verb, values, environment), settings.json) as recorder:
         run(settings, recorder, say=lambda line: console.print(line, soft_wrap=True, highlight=False))
