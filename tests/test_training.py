@@ -77,7 +77,7 @@ def test_a_finished_run_is_not_trained_again(finished_run, digits, monkeypatch):
     assert outcome.validation["accuracy"] >= 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_the_resumed_run_is_the_same_bit_for_bit(
     finished_run, digits, tmp_path, monkeypatch, number
 ):
