@@ -67,7 +67,8 @@ def test_noise_has_the_strength_it_is_given(keys):
 def test_each_example_depends_on_its_own_key_alone(keys, images):
     together = jax.jit(augment_glyphs)(keys, images)
     alone = jax.jit(augment_glyphs)(keys[5:6], images[5:6])
-    np.testing.assert_array_equal(together[5:6], alone)
+    # Two programs of two shapes may round differently; another key would move the picture by pixels.
+    np.testing.assert_allclose(together[5:6], alone, atol=1e-5)
 
 
 def test_augmented_images_stay_in_range_and_stay_recognisable(keys, images):
