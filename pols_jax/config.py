@@ -348,31 +348,38 @@ _QUICK_CNN = dataclasses.replace(
 
 PRESETS: Mapping[str, Preset] = {
     "glyphs": Preset(
-        "2,264 characters in typefaces never seen in training, an MLP, cross-entropy against batch cross-entropy.",
+        "`python train.py`: 2,221 characters in typefaces never seen in training, an MLP, cross-entropy against batch "
+        "cross-entropy. About three minutes on two cores; 1-AUPRC of one logit 0.172 and 0.130.",
         Experiment(),
     ),
     "mnist": Preset(
-        "The paper's MNIST protocol: MLP 500-500, seven losses, four learning rates, 10^5 steps each.",
+        "`python train.py --preset mnist`: the paper's MNIST protocol, MLP 500-500, seven losses, four learning rates, 10^5 "
+        "steps each; about 130 steps a second on two busy cores. The paper's mean 1-AUPRC of the aligned losses is 0.002.",
         dataclasses.replace(_PAPER, dataset="mnist"),
     ),
     "svhn": Preset(
-        "The paper's SVHN protocol: six convolutions, seven losses, four learning rates, 10^5 steps each; for a GPU.",
+        "`python train.py --preset svhn`: the paper's SVHN protocol, six convolutions, seven losses, four learning rates, 10^5 "
+        "steps each; not tried here, for an accelerator. The paper's mean 1-AUPRC of the aligned losses is 0.017.",
         dataclasses.replace(_PAPER_CNN, dataset="svhn_cropped"),
     ),
     "cifar10": Preset(
-        "The paper's CIFAR-10 protocol: six convolutions, seven losses, four learning rates, 10^5 steps each; for a GPU.",
+        "`python train.py --preset cifar10`: the paper's CIFAR-10 protocol, six convolutions, seven losses, four learning "
+        "rates, 10^5 steps each; not tried here, for an accelerator. The paper's mean of the aligned losses is 0.074.",
         dataclasses.replace(_PAPER_CNN, dataset="cifar10"),
     ),
     "cifar100": Preset(
-        "The paper's CIFAR-100 protocol: six convolutions, seven losses, four learning rates, 10^5 steps each; for a GPU.",
+        "`python train.py --preset cifar100`: the paper's CIFAR-100 protocol, six convolutions, seven losses, four learning "
+        "rates, 10^5 steps each; not tried here, for an accelerator. The paper's mean of the aligned losses is 0.405.",
         dataclasses.replace(_PAPER_CNN, dataset="cifar100"),
     ),
     "omniglot": Preset(
-        "1,623 handwritten characters, an MLP, cross-entropy against batch cross-entropy.",
+        "`python train.py --preset omniglot`: 1,623 handwritten characters, an MLP, cross-entropy against batch "
+        "cross-entropy; not measured yet.",
         Experiment(dataset="omniglot"),
     ),
     "imagenet": Preset(
-        "Inception-v3 with the recipe it was published with, cross-entropy against batch cross-entropy; for many devices.",
+        "`python train.py --preset imagenet`: Inception-v3 with the recipe it was published with, cross-entropy against batch "
+        "cross-entropy, 6 million steps; not tried here, for many devices. The paper's 1-AUPRC: 0.366 and 0.245.",
         Experiment(
             dataset="imagenet2012",
             model="inception_v3",
@@ -389,19 +396,23 @@ PRESETS: Mapping[str, Preset] = {
         ),
     ),
     "mnist-quick": Preset(
-        "MNIST with the paper's MLP in 3,000 steps instead of 100,000.",
+        "`python train.py --preset mnist-quick`: the paper's MLP and seven losses in 3,000 steps. About 40 seconds a loss on two "
+        "cores; 1-AUPRC of one logit 0.014 for cross-entropy, 0.005 for batch cross-entropy, 0.002 for self-normalisation.",
         dataclasses.replace(_PAPER, dataset="mnist", learning_rate=(0.1,), steps=3_000, evaluate_every=500),
     ),
     "svhn-quick": Preset(
-        "SVHN with the paper's network at a quarter of its width, 3,000 steps.",
+        "`python train.py --preset svhn-quick`: SVHN with the paper's network at a quarter of its width, 3,000 steps; not "
+        "measured yet.",
         dataclasses.replace(_QUICK_CNN, dataset="svhn_cropped"),
     ),
     "cifar10-quick": Preset(
-        "CIFAR-10 with the paper's network at a quarter of its width, 3,000 steps.",
+        "`python train.py --preset cifar10-quick`: CIFAR-10 with the paper's network at a quarter of its width, 3,000 steps; "
+        "not measured yet.",
         dataclasses.replace(_QUICK_CNN, dataset="cifar10"),
     ),
     "cifar100-quick": Preset(
-        "CIFAR-100 with the paper's network at a quarter of its width, 3,000 steps.",
+        "`python train.py --preset cifar100-quick`: CIFAR-100 with the paper's network at a quarter of its width, 3,000 "
+        "steps; not measured yet.",
         dataclasses.replace(_QUICK_CNN, dataset="cifar100"),
     ),
 }
