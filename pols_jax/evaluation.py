@@ -120,7 +120,7 @@ def evaluate(
     }
     suffix = "" if split == "test" else f"-{split}"
     thresholds.save(run.directory)
-    np.savez_compressed(run.directory / f"slc{suffix}.npz", allow_pickle=False, **arrays)
+    np.savez_compressed(run.directory / f"slc{suffix}.npz", **arrays)
     write_json(run.directory / f"slc{suffix}.json", record)
     return record
 

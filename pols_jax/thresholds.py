@@ -177,7 +177,7 @@ class Thresholds:
 
     def save(self, run_dir: str | Path) -> None:
         """Writes ``thresholds.npz`` into a run directory."""
-        np.savez_compressed(Path(run_dir) / "thresholds.npz", allow_pickle=False, **vars(self))
+        np.savez_compressed(Path(run_dir) / "thresholds.npz", **vars(self))
 
     @classmethod
     def load(cls, run_dir: str | Path) -> "Thresholds":
