@@ -90,7 +90,7 @@ def evaluate(
         scored, stats = (validation, stats) if split == "validation" else evaluator.scored(split)
         bins = np.linspace(stats.smallest.min(), stats.largest.max(), _NUM_BINS + 1) if histograms else None
         counts = evaluator.count(scored, stats, thresholds=_default_thresholds(thresholds, run), bins=bins)
-    arrays = _per_class(counts)
+    arrays: dict[str, Any] = _per_class(counts)
     if bins is not None:
         class_id = _class_id(run, histogram_class)
         arrays |= _curves(counts) | _histograms(counts, bins)
