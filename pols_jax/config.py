@@ -374,7 +374,7 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "omniglot": Preset(
         "`python train.py --preset omniglot`: 1,623 handwritten characters, an MLP, cross-entropy against batch "
-        "cross-entropy; not measured yet.",
+        "cross-entropy. About two and a half minutes on two cores; 1-AUPRC of one logit 0.412 and 0.334.",
         Experiment(dataset="omniglot"),
     ),
     "imagenet": Preset(
