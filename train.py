@@ -21,7 +21,9 @@ from pols_jax.checks import unknown_name
 from pols_jax.config import PRESETS, ConfigError, Experiment
 from pols_jax.data import load
 from pols_jax.evaluation import evaluate
-from pols_jax.experiments import run_experiment, saved_experiment
+from pols_jax.experiment_records import write_experiment_record
+from pols_jax.experiments import read_sweep, run_experiment, saved_experiment
+from pols_jax.output_files import check_writable
 from pols_jax.reporting import slc_table
 from pols_jax.training import RunOptions
 
@@ -39,6 +41,7 @@ class Flags:
       resume: Go on with the run in --run-dir, with its own settings; an error if there is none.
       data_dir: Where prepared tfds data sets are; by default TFDS_DATA_DIR, or else tfds's own place.
       evaluate: Measure the trained networks on the test split at the end.
+      record: Write everything about the experiment into this file: command, settings, versions, machine and measures.
       coordinator: With several hosts: HOST:PORT of the first one. On TPU pods and under SLURM this is found by itself.
       num_processes: With several hosts: how many.
       process_id: With several hosts: which one this is, from 0.
@@ -51,6 +54,7 @@ class Flags:
     resume: bool = False
     data_dir: Path | None = None
     evaluate: bool = True
+    record: Path | None = None
     coordinator: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
@@ -85,17 +89,26 @@ def main() -> None:
     """Trains what the flags ask for."""
     flags = parse(sys.argv[1:])
     flags.experiment.runs()  # a wrong loss or rate is found before data is read
+    check_writable(flags.record)
     if flags.coordinator:
         jax.distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
     elif "," in os.environ.get("TPU_WORKER_HOSTNAMES", "") or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
         jax.distributed.initialize()
+    if flags.record is not None and jax.process_count() > 1:
+        raise ConfigError("--record is written by one host; train without it, then evaluate with eval_slc.py.")
     options = flags.experiment.options()
     if flags.data_dir is not None:
         options["data_dir"] = flags.data_dir
     dataset = load(flags.experiment.dataset, **options)
     run_dir = flags.run_dir or Path("runs") / time.strftime(f"{dataset.name.split(':')[0]}-%Y%m%d-%H%M%S")
     outcomes = run_experiment(flags.experiment, dataset, run_dir, options=flags.options)
-    if flags.evaluate and jax.process_count() == 1:
+    if jax.process_count() > 1:
+        return  # evaluation is a matter of one host: eval_slc.py
+    if flags.record is not None:
+        sweep = read_sweep(run_dir)
+        record = write_experiment_record(flags.record, flags.experiment, dataset, outcomes, sweep=sweep)
+        slc_table([run["test"] for run in record["runs"]])
+    elif flags.evaluate:
         slc_table([evaluate(outcome.run_dir, dataset=dataset) for outcome in outcomes])
 
 

@@ -41,7 +41,7 @@ class DataConfig:
         tfds image classification set.
       image_size: Height and width of the images in pixels, for data sets that can be had in several sizes.
       max_classes: Glyphs: keep only this many classes, a fixed random choice.
-      fonts: Glyphs: font files to draw from, instead of the twelve DejaVu faces.
+      fonts: Glyphs: font files, or patterns of them, to draw from, instead of the twelve DejaVu faces.
       characters: Glyphs: ranges of code points, such as 4E00-9FFF,3400-4DBF.
       train_faces: Glyphs: names or patterns of the faces to learn from.
       validation_faces: Glyphs: names or patterns of the faces to choose with.
@@ -80,6 +80,7 @@ class Setup(DataConfig):
       auxiliary: inception_v3: train the auxiliary classifier of its recipe as well, with weight 0.4.
       dtype: The dtype to compute in. Parameters, batch statistics, logits and losses stay float32.
       steps: The number of training steps.
+      augment: Distort the training images at random, for data sets that have a way of it: glyphs and omniglot.
       batch_size: Examples per step, over all devices and hosts. It matters to the batch losses beyond speed.
       seed: Determines initial parameters, order of the examples and augmentation.
       optimizer: sgd, momentum, adam, adamw or rmsprop.
@@ -106,6 +107,7 @@ class Setup(DataConfig):
     auxiliary: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
     steps: int = 2000
+    augment: bool = True
     batch_size: int = 256
     seed: int = 0
     optimizer: str = "adam"
@@ -250,6 +252,10 @@ class Experiment(Setup):
       alpha: For self_normalization, the weight of the squared log-normaliser.
       num_noise: For noise_contrastive_estimation, the number of noise classes; by default 100, or k if that is less.
       noise: For noise_contrastive_estimation: uniform, log_uniform or empirical.
+      sweep_steps: Choose among several values by runs of this many steps, then train the chosen ones for --steps. By
+        default every value is trained for --steps.
+      choose_by: What the choice among several values goes by, on the validation split: classification accuracy, or
+        AUPRC of one logit.
 
     Examples:
       >>> [run.learning_rate for run in Experiment(loss=("max_margin",), learning_rate="sweep").runs()]
@@ -265,6 +271,14 @@ class Experiment(Setup):
     alpha: tuple[float, ...] = (0.1,)
     num_noise: tuple[int, ...] = ()
     noise: tuple[str, ...] = ("uniform",)
+    sweep_steps: int | None = None
+    choose_by: Literal["accuracy", "auprc"] = "accuracy"
+
+    def __post_init__(self):
+        """Checks the settings that can be checked without data or devices."""
+        super().__post_init__()
+        if self.sweep_steps is not None and self.sweep_steps < 1:
+            raise ConfigError(f"--sweep-steps must be positive, got {self.sweep_steps}.")
 
     @classmethod
     def of_run(cls, run: RunConfig) -> "Experiment":
@@ -286,6 +300,10 @@ class Experiment(Setup):
     def runs(self) -> list[RunConfig]:
         """Every run of the experiment, those of one loss together."""
         return [run for loss in self.losses() for run in self._runs_of(loss)]
+
+    def is_sweep(self) -> bool:
+        """Whether several values are tried for a loss."""
+        return len(self.runs()) > len(self.losses())
 
     def _runs_of(self, loss: str) -> Iterator[RunConfig]:
         shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(Setup)}

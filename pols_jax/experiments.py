@@ -1,9 +1,10 @@
 """Several runs at once: one per loss, or one per value that is to be chosen on the validation split."""
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -24,7 +25,8 @@ def run_experiment(
     """Trains every run of an experiment, and chooses the best of each loss on the validation split.
 
     With one run, ``run_dir`` is its directory; with several, each is a folder of it, and where several values were tried
-    for a loss, ``sweep.json`` says which was chosen and why.
+    for a loss, ``sweep.json`` says which was chosen and why. With ``experiment.sweep_steps`` the runs to choose among are
+    in the folder ``sweep``, and the chosen settings are trained again, for ``experiment.steps``.
 
     Args:
       experiment: What to train.
@@ -50,16 +52,24 @@ def run_experiment(
       >>> [outcome.run_dir.name for outcome in outcomes]
       ['cross_entropy', 'batch_cross_entropy']
     """
-    options = options or RunOptions()
-    folders = run_folders(experiment, run_dir)
+    options, run_dir = options or RunOptions(), Path(run_dir)
     check_batch_size(experiment.batch_size, jax.device_count())
-    for folder, config in folders.items():
-        check_run_dir(folder, config, dataset)
-    is_sweep = len(folders) > len(experiment.losses())
+    if experiment.is_sweep() and experiment.sweep_steps is not None:
+        short = dataclasses.replace(experiment, steps=experiment.sweep_steps, sweep_steps=None)
+        _check_folders(run_folders(short, run_dir / "sweep"), dataset)
+        _write_experiment(experiment, run_dir)
+        best = run_experiment(short, dataset, run_dir / "sweep", options=options)
+        folders = {
+            run_dir / outcome.config.loss: dataclasses.replace(outcome.config, steps=experiment.steps)
+            for outcome in best
+        }
+        is_sweep = False
+    else:
+        folders, is_sweep = run_folders(experiment, run_dir), experiment.is_sweep()
+    _check_folders(folders, dataset)
+    if len(folders) > 1:
+        _write_experiment(experiment, run_dir)
     on_nan = options.on_nan or ("skip-run" if is_sweep else "stop")
-    if len(folders) > 1 and jax.process_index() == 0:
-        make_run_dir(Path(run_dir))
-        write_json(Path(run_dir) / "experiment.json", experiment.to_json())
     outcomes = []
     for folder, config in folders.items():
         outcome = fit(config, dataset, folder, options=options)
@@ -67,11 +77,24 @@ def run_experiment(
             raise DivergenceError(_divergence(outcome))
         outcomes.append(outcome)
         if is_sweep and jax.process_index() == 0:
-            write_json(Path(run_dir) / "sweep.json", _sweep_report(outcomes, Path(run_dir)))
-    chosen = [best for loss in experiment.losses() if (best := choose(outcomes, loss)) is not None]
+            write_json(run_dir / "sweep.json", _sweep_report(outcomes, run_dir, experiment.choose_by))
+    chosen = [
+        best for loss in experiment.losses() if (best := choose(outcomes, loss, by=experiment.choose_by))
+    ]
     if not chosen:
         raise DivergenceError(" ".join(_divergence(outcome) for outcome in outcomes))
     return chosen
+
+
+def _check_folders(folders: Mapping[Path, RunConfig], dataset: Dataset) -> None:
+    for folder, config in folders.items():
+        check_run_dir(folder, config, dataset)
+
+
+def _write_experiment(experiment: Experiment, run_dir: Path) -> None:
+    if jax.process_index() == 0:
+        make_run_dir(run_dir)
+        write_json(run_dir / "experiment.json", experiment.to_json())
 
 
 def saved_experiment(run_dir: str | Path) -> Experiment | None:
@@ -90,8 +113,25 @@ def saved_experiment(run_dir: str | Path) -> Experiment | None:
     return Experiment.from_json(json.loads(path.read_text())) if path.exists() else None
 
 
-def choose(outcomes: Sequence[Outcome], loss: str) -> Outcome | None:
-    """The run of a loss with the highest validation accuracy; in a tie, the one with the smaller validation loss.
+def read_sweep(run_dir: str | Path) -> dict[str, Any] | None:
+    """What an experiment tried and chose on the validation split, by loss; None if there was nothing to choose.
+
+    Examples:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as run_dir:
+      ...     print(read_sweep(run_dir))
+      None
+    """
+    for path in (Path(run_dir) / "sweep.json", Path(run_dir) / "sweep" / "sweep.json"):
+        if path.exists():
+            return json.loads(path.read_text())
+    return None
+
+
+def choose(
+    outcomes: Sequence[Outcome], loss: str, *, by: Literal["accuracy", "auprc"] = "accuracy"
+) -> Outcome | None:
+    """The run of a loss that does best on the validation split; in a tie, the one with the smaller validation loss.
 
     Examples:
       >>> def outcome(rate, accuracy):
@@ -101,7 +141,7 @@ def choose(outcomes: Sequence[Outcome], loss: str) -> Outcome | None:
       0.01
     """
     candidates = [o for o in outcomes if o.config.loss == loss and o.status == "finished"]
-    return max(candidates, key=lambda o: (o.validation["accuracy"], -o.validation["loss"]), default=None)
+    return max(candidates, key=lambda o: (o.validation[by], -o.validation["loss"]), default=None)
 
 
 def run_folders(experiment: Experiment, run_dir: str | Path) -> dict[Path, RunConfig]:
@@ -116,15 +156,17 @@ def run_folders(experiment: Experiment, run_dir: str | Path) -> dict[Path, RunCo
     run_dir, runs = Path(run_dir), experiment.runs()
     if len(runs) == 1:
         return {run_dir: runs[0]}
-    is_sweep = len(runs) > len(experiment.losses())
+    is_sweep = experiment.is_sweep()
     return {run_dir / (_sweep_name(run) if is_sweep else run.loss): run for run in runs}
 
 
-def _sweep_report(outcomes: Sequence[Outcome], run_dir: Path) -> dict[str, Any]:
+def _sweep_report(
+    outcomes: Sequence[Outcome], run_dir: Path, by: Literal["accuracy", "auprc"]
+) -> dict[str, Any]:
     """What ``sweep.json`` says."""
     report = {}
     for loss in dict.fromkeys(outcome.config.loss for outcome in outcomes):
-        best = choose(outcomes, loss)
+        best = choose(outcomes, loss, by=by)
         runs = [
             {
                 "run": str(outcome.run_dir.relative_to(run_dir)),
@@ -140,9 +182,10 @@ def _sweep_report(outcomes: Sequence[Outcome], run_dir: Path) -> dict[str, Any]:
         if best is None:
             report[loss] = {"chosen": None, "why": "Every run diverged.", "runs": runs}
             continue
+        measure = {"accuracy": "accuracy", "auprc": "AUPRC of one logit"}[by]
         why = (
-            f"The highest validation accuracy, {best.validation['accuracy']:.4f}, of {len(runs)} runs; in a tie the "
-            "smaller validation loss."
+            f"The highest validation {measure}, {best.validation[by]:.4f}, of {len(runs)} runs; in a tie the smaller "
+            "validation loss."
         )
         report[loss] = {"chosen": str(best.run_dir.relative_to(run_dir)), "why": why, "runs": runs}
     return report

@@ -28,7 +28,7 @@ Statistic = Literal["logsumexp", "max_false", "softplus_sum", "softplus_sum_of_f
 """The statistics that `LinearStats` can compute together with the true logit."""
 
 # The logits of one block. On a CPU they stay in the caches; on an accelerator the product is large enough to be fast.
-_BLOCK_BYTES = {"cpu": 2**23}
+_BLOCK_BYTES = {"cpu": 2**22}
 _BLOCK_BYTES_OF_AN_ACCELERATOR = 2**27
 _SMALLEST_BLOCK = 1024
 
@@ -36,7 +36,7 @@ _SMALLEST_BLOCK = 1024
 def default_block_size(num_examples: int, num_features: int, num_classes: int) -> int:
     """Chooses how many classes a block has, for the kind of device that the program runs on.
 
-    The float32 logits of a block, and its rows of the kernel, fit a budget: 8 MB on a CPU, 128 MB on an accelerator.
+    The float32 logits of a block, and its rows of the kernel, fit a budget: 4 MB on a CPU, 128 MB on an accelerator.
     A block of fewer than 1,024 classes is not chosen whatever the budget, because many small products are slow.
 
     Args:

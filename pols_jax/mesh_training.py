@@ -148,7 +148,7 @@ class MeshTrainer(Trainer):
             state.step,
             seed=self.config.seed,
             batch_size=self.config.batch_size,
-            augment=self.dataset.augment,
+            augment=self.dataset.augment if self.config.augment else None,
         )
         return train_step(self.learner, state, self._over_all_devices(batch))
 

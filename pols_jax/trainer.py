@@ -150,7 +150,7 @@ class Trainer:
             state.step,
             seed=self.config.seed,
             batch_size=self.config.batch_size,
-            augment=self.dataset.augment,
+            augment=self.dataset.augment if self.config.augment else None,
             shard=lax.axis_index(AXIS),
             num_shards=jax.device_count(),
         )

@@ -1,6 +1,7 @@
 """Reading typefaces from font files and drawing their characters as small bitmaps."""
 
 import dataclasses
+import glob
 import hashlib
 import io
 import struct
@@ -61,10 +62,10 @@ def read_faces(paths: Iterable[str | Path]) -> list[Face]:
     """Read every face of font files; of a collection (.ttc, .otc) all that it holds.
 
     Args:
-        paths: TrueType or OpenType files.
+        paths: TrueType or OpenType files, or patterns such as "/usr/share/fonts/opentype/noto/*CJK*.ttc".
 
     Returns:
-        The faces in the order of the files.
+        The faces in the order of the files; the files of a pattern in the order of their names.
 
     Raises:
         DataError: A file cannot be read, or two faces have one name.
@@ -72,7 +73,7 @@ def read_faces(paths: Iterable[str | Path]) -> list[Face]:
     >>> read_faces(dejavu_paths()[:1])[0].name
     'DejaVu Sans Bold'
     """
-    faces = [face for path in paths for face in _faces_of(Path(path))]
+    faces = [face for path in paths for file in _files_of(str(path)) for face in _faces_of(file)]
     seen: dict[str, Face] = {}
     for face in faces:
         if face.name in seen:
@@ -81,6 +82,15 @@ def read_faces(paths: Iterable[str | Path]) -> list[Face]:
             )
         seen[face.name] = face
     return faces
+
+
+def _files_of(path: str) -> list[Path]:
+    if Path(path).exists() or not glob.has_magic(path):
+        return [Path(path)]
+    files = sorted(glob.glob(path))
+    if not files:
+        raise DataError(f"no font file matches {path}: install the fonts, or name files that exist")
+    return [Path(file) for file in files]
 
 
 def _faces_of(path: Path) -> list[Face]:

@@ -42,7 +42,8 @@ def load_glyphs(
     """Draw the characters that all faces have.
 
     Args:
-        fonts: TrueType or OpenType files, collections included; by default matplotlib's twelve DejaVu faces.
+        fonts: TrueType or OpenType files, collections included, or patterns of such; by default matplotlib's twelve
+            DejaVu faces.
         characters: Ranges of code points such as "4E00-9FFF,3400-4DBF"; by default everything.
         train_faces: Names or patterns ("Noto Sans CJK JP *") of the faces to learn from. Name the faces of all
             three splits or of none; faces in no split are not used.
