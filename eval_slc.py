@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tyro
 
-from pols_jax import cli, figures, reporting
+from pols_jax import cli, figures, slc_tables
 from pols_jax.evaluation import evaluate
 from pols_jax.output_files import check_writable, make_directory, write_text
 from pols_jax.runs import Run, find_runs
@@ -63,13 +63,13 @@ def main() -> None:
         "quiet": flags.quiet,
     }
     records = [evaluate(run_dir, **options) for run_dir in run_dirs]
-    reporting.slc_table(records)
-    reporting.threshold_table(records)
+    slc_tables.slc_table(records)
+    slc_tables.threshold_table(records)
     write_text(flags.json, json.dumps(records, indent=1, ensure_ascii=False) + "\n")
-    write_text(flags.markdown, reporting.slc_markdown(records))
-    write_text(flags.csv, reporting.slc_csv(records))
+    write_text(flags.markdown, slc_tables.slc_markdown(records))
+    write_text(flags.csv, slc_tables.slc_csv(records))
     if flags.per_class is not None:
-        write_text(flags.per_class, reporting.per_class_csv(run_dirs))
+        write_text(flags.per_class, slc_tables.per_class_csv(run_dirs))
     if flags.figures is not None:
         figures.draw_all(run_dirs, flags.figures)
 

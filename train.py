@@ -22,9 +22,9 @@ from pols_jax.config import PRESETS, ConfigError, Experiment
 from pols_jax.data import load
 from pols_jax.evaluation import evaluate
 from pols_jax.experiment_records import write_experiment_record
-from pols_jax.experiments import read_sweep, run_experiment, saved_experiment
+from pols_jax.experiments import run_experiment, saved_experiment
 from pols_jax.output_files import check_writable
-from pols_jax.reporting import slc_table
+from pols_jax.slc_tables import slc_table
 from pols_jax.training import RunOptions
 
 
@@ -95,7 +95,9 @@ def main() -> None:
     elif "," in os.environ.get("TPU_WORKER_HOSTNAMES", "") or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
         jax.distributed.initialize()
     if flags.record is not None and jax.process_count() > 1:
-        raise ConfigError("--record is written by one host; train without it, then evaluate with eval_slc.py.")
+        raise ConfigError(
+            "--record is written by one host; train without it, then evaluate with eval_slc.py."
+        )
     options = flags.experiment.options()
     if flags.data_dir is not None:
         options["data_dir"] = flags.data_dir
@@ -105,8 +107,7 @@ def main() -> None:
     if jax.process_count() > 1:
         return  # evaluation is a matter of one host: eval_slc.py
     if flags.record is not None:
-        sweep = read_sweep(run_dir)
-        record = write_experiment_record(flags.record, flags.experiment, dataset, outcomes, sweep=sweep)
+        record = write_experiment_record(flags.record, flags.experiment, dataset, outcomes, run_dir=run_dir)
         slc_table([run["test"] for run in record["runs"]])
     elif flags.evaluate:
         slc_table([evaluate(outcome.run_dir, dataset=dataset) for outcome in outcomes])

@@ -395,6 +395,38 @@ PRESETS: Mapping[str, Preset] = {
         "cross-entropy. About two and a half minutes on two cores; 1-AUPRC of one logit 0.412 and 0.334.",
         Experiment(dataset="omniglot"),
     ),
+    "cjk": Preset(
+        "`python train.py --preset cjk`: 41,220 Chinese, Japanese and Korean characters in typefaces never seen in training, "
+        "from Debian's fonts-noto-cjk and fonts-noto-cjk-extra; four losses, an MLP whose logits are never held at once.",
+        Experiment(
+            loss=(
+                "cross_entropy",
+                "self_normalization",
+                "noise_contrastive_estimation",
+                "batch_cross_entropy",
+            ),
+            fonts=("/usr/share/fonts/opentype/noto/Noto*CJK-*.ttc",),
+            characters="2E80-9FFF,AC00-D7A3,F900-FAFF,20000-2FA1F",
+            image_size=28,
+            train_faces=(
+                *(f"Noto Sans CJK JP{style}" for style in (" Thin", " Light", "", " Bold", " Black")),
+                *(
+                    f"Noto Serif CJK JP{style}"
+                    for style in (" ExtraLight", " Light", "", " SemiBold", " Black")
+                ),
+            ),
+            validation_faces=("Noto Sans CJK JP DemiLight", "Noto Serif CJK JP Medium"),
+            test_faces=("Noto Sans CJK JP Medium", "Noto Serif CJK JP Bold"),
+            augment=False,
+            hidden_sizes=(1024, 256),
+            head="linear",
+            alpha=(0.01, 0.1),
+            choose_by="auprc",
+            sweep_steps=600,
+            steps=3_000,
+            evaluate_every=500,
+        ),
+    ),
     "imagenet": Preset(
         "`python train.py --preset imagenet`: Inception-v3 with the recipe it was published with, cross-entropy against batch "
         "cross-entropy, 6 million steps; not tried here, for many devices. The paper's 1-AUPRC: 0.366 and 0.245.",

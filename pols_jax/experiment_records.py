@@ -15,6 +15,7 @@ from pols_jax.benchmarking.records import describe_environment
 from pols_jax.config import Experiment
 from pols_jax.data import Dataset
 from pols_jax.evaluation import evaluate
+from pols_jax.experiments import read_sweep
 from pols_jax.progress import MetricsLog
 from pols_jax.training import Outcome, write_json
 
@@ -29,7 +30,7 @@ def write_experiment_record(
     dataset: Dataset,
     outcomes: Sequence[Outcome],
     *,
-    sweep: dict[str, Any] | None = None,
+    run_dir: str | Path,
     command: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Evaluates the trained runs of an experiment on the test split, and writes its record.
@@ -39,7 +40,7 @@ def write_experiment_record(
       experiment: What was asked for.
       dataset: The data it was trained on.
       outcomes: The trained runs, as `pols_jax.experiments.run_experiment` returns them.
-      sweep: What was tried, and chosen on the validation split: the content of ``sweep.json``.
+      run_dir: The directory of the experiment.
       command: The words of the command line; those of this process if empty.
 
     Returns:
@@ -54,20 +55,35 @@ def write_experiment_record(
       >>> dataset = load("glyphs", **experiment.options())
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     outcomes = run_experiment(experiment, dataset, folder, options=RunOptions(quiet=True))
-      ...     record = write_experiment_record(Path(folder) / "record.json", experiment, dataset, outcomes)
+      ...     record = write_experiment_record(
+      ...         Path(folder) / "record.json", experiment, dataset, outcomes, run_dir=folder
+      ...     )
       >>> sorted(record)
-      ['data', 'environment', 'experiment', 'num_classes', 'runs', 'sweep']
+      ['data', 'environment', 'experiment', 'num_classes', 'runs', 'sweep', 'training_minutes']
     """
     record = {
         "environment": describe_environment(jax.local_devices(), command=command),
         "experiment": experiment.to_json(),
         "num_classes": dataset.num_classes,
         "data": dataset.provenance,
-        "sweep": sweep,
+        "sweep": read_sweep(run_dir),
+        "training_minutes": _training_minutes(Path(run_dir)),
         "runs": [_run_record(outcome, dataset) for outcome in outcomes],
     }
     write_json(Path(path), record)
     return record
+
+
+def _training_minutes(run_dir: Path) -> float:
+    """How long all runs of the experiment took, those that were not chosen included."""
+    seconds = 0.0
+    for path in sorted(run_dir.rglob("metrics.jsonl")):
+        step = 0
+        for entry in MetricsLog(path).records():
+            if "steps_per_second" in entry:  # a run that diverged says so in an entry of its own
+                seconds += (entry["step"] - step) / entry["steps_per_second"]
+                step = entry["step"]
+    return round(seconds / 60, 2)
 
 
 def _run_record(outcome: Outcome, dataset: Dataset) -> dict[str, Any]:
@@ -77,7 +93,9 @@ def _run_record(outcome: Outcome, dataset: Dataset) -> dict[str, Any]:
         figures = {name: _short(arrays[name]) for name in (*_CURVES, *_HISTOGRAMS)}
     return {
         "config": outcome.config.to_json(),
-        "training": [{name: entry[name] for name in ("step", "loss", "accuracy", "validation")} for entry in log],
+        "training": [
+            {name: entry[name] for name in ("step", "loss", "accuracy", "validation")} for entry in log
+        ],
         "steps_per_second": float(np.median([entry["steps_per_second"] for entry in log])),
         "test": test,
         **figures,

@@ -55,15 +55,7 @@ def run_experiment(
     options, run_dir = options or RunOptions(), Path(run_dir)
     check_batch_size(experiment.batch_size, jax.device_count())
     if experiment.is_sweep() and experiment.sweep_steps is not None:
-        short = dataclasses.replace(experiment, steps=experiment.sweep_steps, sweep_steps=None)
-        _check_folders(run_folders(short, run_dir / "sweep"), dataset)
-        _write_experiment(experiment, run_dir)
-        best = run_experiment(short, dataset, run_dir / "sweep", options=options)
-        folders = {
-            run_dir / outcome.config.loss: dataclasses.replace(outcome.config, steps=experiment.steps)
-            for outcome in best
-        }
-        is_sweep = False
+        folders, is_sweep = _after_short_sweep(experiment, dataset, run_dir, options), False
     else:
         folders, is_sweep = run_folders(experiment, run_dir), experiment.is_sweep()
     _check_folders(folders, dataset)
@@ -84,6 +76,27 @@ def run_experiment(
     if not chosen:
         raise DivergenceError(" ".join(_divergence(outcome) for outcome in outcomes))
     return chosen
+
+
+def _after_short_sweep(
+    experiment: Experiment, dataset: Dataset, run_dir: Path, options: RunOptions
+) -> dict[Path, RunConfig]:
+    """Chooses among several values by short runs; returns the runs that are to be trained in full."""
+    runs = experiment.runs()
+    several = tuple(loss for loss in experiment.losses() if sum(run.loss == loss for run in runs) > 1)
+    assert experiment.sweep_steps is not None
+    short = dataclasses.replace(experiment, loss=several, steps=experiment.sweep_steps, sweep_steps=None)
+    _check_folders(run_folders(short, run_dir / "sweep"), dataset)
+    _write_experiment(experiment, run_dir)
+    chosen = [
+        outcome.config for outcome in run_experiment(short, dataset, run_dir / "sweep", options=options)
+    ]
+    single = [run for run in runs if run.loss not in several]
+    order = list(experiment.losses())
+    return {
+        run_dir / run.loss: dataclasses.replace(run, steps=experiment.steps)
+        for run in sorted([*single, *chosen], key=lambda run: order.index(run.loss))
+    }
 
 
 def _check_folders(folders: Mapping[Path, RunConfig], dataset: Dataset) -> None:

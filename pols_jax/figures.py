@@ -16,8 +16,8 @@ from pols_jax.losses import ALIGNED
 from pols_jax.runs import Run
 
 _TRUE, _FALSE = "#D55E00", "#56B4E9"
-_COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def draw_all(run_dirs: Sequence[str | Path], directory: str | Path) -> list[Path]:
@@ -52,7 +52,7 @@ def logits_of_one_class(runs: Sequence[Run], arrays: Sequence[dict[str, np.ndarr
         bins = np.linspace(logits.min(), logits.max(), 61)
         others = np.histogram(logits[~is_true], bins)[0]
         own = np.histogram(logits[is_true], bins)[0]
-        _two_histograms(axes, bins, own, others)
+        two_histograms(axes, bins, own, others)
         axes.set_title(f"{run.config.loss}: {run.class_names[int(values['class_id'])]}", fontsize=9)
     return figure
 
@@ -61,7 +61,7 @@ def logits_of_all_classes(runs: Sequence[Run], arrays: Sequence[dict[str, np.nda
     """Draws all true and all false logits of the split."""
     figure, panels = _panels(len(runs))
     for run, values, axes in zip(runs, arrays, panels, strict=True):
-        _two_histograms(axes, values["bins"], values["true_histogram"], values["false_histogram"])
+        two_histograms(axes, values["bins"], values["true_histogram"], values["false_histogram"])
         axes.set_title(f"{run.config.loss}: all {run.num_classes:,} classes", fontsize=9)
     return figure
 
@@ -72,8 +72,8 @@ def precision_recall(runs: Sequence[Run], arrays: Sequence[dict[str, np.ndarray]
     axes = figure.add_subplot()
     for i, (run, values) in enumerate(zip(runs, arrays, strict=True)):
         style: dict[str, Any] = {
-            "color": _COLOURS[i % len(_COLOURS)],
-            "marker": _MARKERS[i % len(_MARKERS)],
+            "color": COLOURS[i % len(COLOURS)],
+            "marker": MARKERS[i % len(MARKERS)],
             "markevery": (3 * i % 10, 10),
             "markersize": 5,
             "drawstyle": "steps-pre",
@@ -104,8 +104,8 @@ def auprc_by_class(runs: Sequence[Run], arrays: Sequence[dict[str, np.ndarray]])
         axes.plot(
             share,
             auprc,
-            color=_COLOURS[i % len(_COLOURS)],
-            marker=_MARKERS[i % len(_MARKERS)],
+            color=COLOURS[i % len(COLOURS)],
+            marker=MARKERS[i % len(MARKERS)],
             markevery=(0.02 * i, 0.1),
             markersize=5,
             label=f"{run.config.loss}, mean {auprc.mean():.3f}",
@@ -145,7 +145,7 @@ def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
     return figure, [figure.add_subplot(1, count, i + 1) for i in range(count)]
 
 
-def _two_histograms(axes: Axes, bins: np.ndarray, true: np.ndarray, false: np.ndarray) -> None:
+def two_histograms(axes: Axes, bins: np.ndarray, true: np.ndarray, false: np.ndarray) -> None:
     """Draws counts on a logarithmic scale: the few false logits among the true ones are what matters."""
     for counts, label, style in (
         (false, "false logits", {"facecolor": _FALSE, "edgecolor": _FALSE}),

@@ -56,7 +56,8 @@ ORDER = (
         "class_bank",
         "searching",
     ),
-    *("reporting", "figures", "benchmarking", "cli"),
+    *("slc_tables", "figures", "benchmarking", "experiment_records"),
+    *("results_tables", "results_figures", "reporting", "cli"),
 )
 # What people import into their own programs: these stand on nothing but modules that `ORDER` names before them.
 LIBRARY = ORDER[: ORDER.index("config")]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import signal
+from pathlib import Path
 
 import chex
 import numpy as np
@@ -12,9 +13,10 @@ from pols_jax import training
 from pols_jax.checkpoints import Checkpoints, newest_step
 from pols_jax.config import ConfigError, Experiment, RunConfig
 from pols_jax.data import load
-from pols_jax.experiments import DivergenceError, run_experiment, saved_experiment
+from pols_jax.experiments import DivergenceError, choose, read_sweep, run_experiment, saved_experiment
 from pols_jax.learning import Learner
 from pols_jax.progress import MetricsLog
+from pols_jax.runs import find_runs
 from pols_jax.trainer import Trainer
 from pols_jax.training import InterruptedRunError, RunOptions, fit
 
@@ -183,8 +185,6 @@ def test_a_sweep_drops_diverged_rates_and_says_which_run_was_chosen_and_why(digi
 
 
 def test_in_a_tie_the_smaller_validation_loss_is_chosen():
-    from pols_jax.experiments import choose
-
     def outcome(rate, loss):
         config = dataclasses.replace(CONFIG, learning_rate=rate)
         return training.Outcome("runs", config, "finished", 1, {"accuracy": 0.5, "loss": loss})
@@ -207,3 +207,48 @@ def test_a_cut_off_last_line_of_the_metrics_is_left_out(tmp_path):
     assert [record["step"] for record in MetricsLog(path).records()] == [1, 2]
     assert MetricsLog(path, first_step=1).records() == [{"step": 1}]
     assert np.size(path.read_text().splitlines()) == 1
+
+
+def test_a_short_sweep_chooses_what_is_trained_in_full(digits, tmp_path):
+    experiment = dataclasses.replace(
+        Experiment.of_run(CONFIG),
+        loss=("cross_entropy", "max_margin"),
+        learning_rate=(0.01, 0.5),
+        sweep_steps=3,
+    )
+    outcomes = run_experiment(experiment, digits, tmp_path, options=OPTIONS)
+    assert [outcome.run_dir for outcome in outcomes] == [tmp_path / "cross_entropy", tmp_path / "max_margin"]
+    assert {outcome.step for outcome in outcomes} == {12}
+    sweep = read_sweep(tmp_path)
+    for outcome in outcomes:
+        tried = sweep[outcome.config.loss]
+        assert [run["step"] for run in tried["runs"]] == [3, 3]
+        best = max(tried["runs"], key=lambda run: (run["validation"]["accuracy"], -run["validation"]["loss"]))
+        assert outcome.config.learning_rate == best["learning_rate"]
+    assert find_runs([tmp_path]) == [tmp_path / "cross_entropy", tmp_path / "max_margin"]
+    assert saved_experiment(tmp_path) == experiment
+    again = run_experiment(experiment, digits, tmp_path, options=OPTIONS)  # nothing is trained twice
+    assert [outcome.validation for outcome in again] == [outcome.validation for outcome in outcomes]
+
+
+def test_a_choice_may_go_by_one_logit():
+    def outcome(rate, accuracy, auprc):
+        config = dataclasses.replace(CONFIG, learning_rate=rate)
+        validation = {"accuracy": accuracy, "auprc": auprc, "loss": 1.0}
+        return training.Outcome(Path("run"), config, "finished", 1, validation)
+
+    outcomes = [outcome(1.0, 0.9, 0.1), outcome(0.1, 0.8, 0.2)]
+    assert choose(outcomes, "cross_entropy").config.learning_rate == 1.0
+    assert choose(outcomes, "cross_entropy", by="auprc").config.learning_rate == 0.1
+
+
+def test_training_without_augmentation_sees_the_images_as_they_are(digits):
+    plain = dataclasses.replace(digits, augment=None)
+    config = dataclasses.replace(CONFIG, augment=False)
+    states = [Trainer(config, dataset) for dataset in (digits, plain)]
+    ends = [trainer.whole(trainer.advance(trainer.init(), until=3)[0]).params for trainer in states]
+    chex.assert_trees_all_equal(*ends)
+    augmented = Trainer(CONFIG, digits)
+    other = augmented.whole(augmented.advance(augmented.init(), until=3)[0]).params
+    with pytest.raises(AssertionError):
+        chex.assert_trees_all_equal(ends[0], other)

@@ -70,9 +70,13 @@ def sheets(record: Record) -> list[Sheet]:
       | optax cross_entropy | 2.00 ±0.000 | 1.00 |
       | batch_cross_entropy | 2.10 ±0.050 | 1.05 |
     """
-    return {"logits": _logits_sheets, "losses": _loss_sheets, "metrics": _metric_sheets}[record.benchmark](
-        record
-    )
+    makers = {
+        "logits": _logits_sheets,
+        "losses": _loss_sheets,
+        "metrics": _metric_sheets,
+        "large_k": _large_k_sheets,
+    }
+    return makers[record.benchmark](record)
 
 
 def print_sheets(sheets: Sequence[Sheet], *, console: Console | None = None) -> None:
@@ -252,6 +256,53 @@ def _metric_sheets(record: Record) -> list[Sheet]:
         rows.append(row)
     headings = [cell for name in others for cell in (f"{name} ms", f"{name} / ours")]
     return [Sheet("Exact AUPRC and precision at recall of every class", ["k", "ours, ms", *headings], rows)]
+
+
+def _large_k_sheets(record: Record) -> list[Sheet]:
+    rows = []
+    for linear in (m for m in record.measurements if m.variant == "linear"):
+        case = {name: value for name, value in linear.case.items() if name != "temporary_bytes"}
+        dense = record.find("dense", **case)
+        rows.append(
+            [
+                *(str(case[name]) for name in ("loss", "num_examples", "num_features")),
+                class_name(int(case["num_classes"])),
+                *(_time(form, spread=True) for form in (dense, linear)),
+                _number(ratio(linear, dense)),
+                *(
+                    "" if form is None else f"{int(form.case['temporary_bytes']) / 1e6:,.0f} MB"
+                    for form in (dense, linear)
+                ),
+            ]
+        )
+    headings = [
+        *("loss", "m", "d", "k", "dense, ms", "linear, ms", "linear / dense"),
+        *("dense: temporary memory", "linear: temporary memory"),
+    ]
+    losses = Sheet("Value and gradients of features, kernel and bias", headings, rows)
+    sampled = [m for m in record.measurements if m.variant == "sampled_step"]
+    rows = [
+        [class_name(int(m.case["num_classes"])), _time(m, spread=True), _number(ratio(m, sampled[0]))]
+        for m in sampled
+    ]
+    first = sampled[0].case if sampled else {"num_examples": 0, "num_features": 0, "num_noise": 0}
+    steps = Sheet(
+        f"A step of sampled NCE on the output layer, m = {first['num_examples']}, d = {first['num_features']}, "
+        f"{first['num_noise']} noise classes",
+        ["k", "ms", "times the smallest k"],
+        rows,
+    )
+    rows = [
+        [
+            class_name(int(m.case["num_classes"])),
+            _time(m),
+            f"{int(m.case['bytes_beyond_state']) / 1e9:.2f} GB",
+        ]
+        for m in record.measurements
+        if m.variant == "momentum_step"
+    ]
+    title = "A step of momentum on the output layer with batch cross-entropy, m = 256, d = 256"
+    return [losses, steps, Sheet(title, ["k", "ms", "memory beyond parameters and momentum"], rows)]
 
 
 def _time(measurement: Measurement | None, *, spread: bool = False) -> str:

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from pols_jax import cli, paper_results, reporting
+from pols_jax import cli, paper_results, slc_tables
 from pols_jax.config import Experiment
 from pols_jax.data import load
 from pols_jax.experiments import run_experiment
@@ -48,13 +48,13 @@ def record(loss, one=(0.9, 0.8, 0.7), every=(0.95, 0.9, 0.8), dataset="mnist"):
 def printed(records, width=160):
     out = io.StringIO()
     console = Console(file=out, width=width)
-    reporting.slc_table(records, console=console)
-    reporting.threshold_table(records, console=console)
+    slc_tables.slc_table(records, console=console)
+    slc_tables.threshold_table(records, console=console)
     return out.getvalue()
 
 
 def test_rows_follow_the_losses_with_a_line_before_the_aligned_ones():
-    rows = reporting.slc_rows([record(loss) for loss in reversed(LOSSES)])
+    rows = slc_tables.slc_rows([record(loss) for loss in reversed(LOSSES)])
     ours = [row for row in rows if row.name in LOSSES]
     assert [row.name for row in ours] == list(LOSSES)
     ends = [i for i, row in enumerate(rows) if row.ends_section]
@@ -63,19 +63,19 @@ def test_rows_follow_the_losses_with_a_line_before_the_aligned_ones():
 
 
 def test_values_are_one_minus_the_measures():
-    (row, *_) = reporting.slc_rows([record("cross_entropy", one=(0.9, 0.8, 0.7), every=(0.95, 0.9, 0.8))])
+    (row, *_) = slc_tables.slc_rows([record("cross_entropy", one=(0.9, 0.8, 0.7), every=(0.95, 0.9, 0.8))])
     assert row.one_logit == pytest.approx((0.1, 0.2, 0.3))
     assert row.all_logits == pytest.approx((0.05, 0.1, 0.2))
     assert row.cells()[:4] == ["cross_entropy", "0.1000", "0.2000", "0.3000"]
 
 
 def test_the_papers_row_is_beside_ours_where_the_paper_has_one():
-    rows = reporting.slc_rows([record("cross_entropy"), record("batch_cross_entropy")])
+    rows = slc_tables.slc_rows([record("cross_entropy"), record("batch_cross_entropy")])
     assert [row.name for row in rows][:2] == ["cross_entropy", "  in the paper"]
     assert rows[1].one_logit == (0.008, 0.005, 0.203)
     assert rows[1].all_logits == (0.001, 0.000, 0.020)
     assert rows[3].all_logits == (None, None, None), "the paper has all logits for cross-entropy alone"
-    assert not any(row.is_quoted for row in reporting.slc_rows([record("cross_entropy", dataset="glyphs")]))
+    assert not any(row.is_quoted for row in slc_tables.slc_rows([record("cross_entropy", dataset="glyphs")]))
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,12 @@ def test_the_papers_row_is_beside_ours_where_the_paper_has_one():
 def test_the_papers_improvements_follow_from_its_errors(dataset, percentages):
     # Errors are printed to three digits: of MNIST's means, 0.002, that leaves only one.
     tolerance = 1.5 if dataset == "mnist" else 1.0
-    found = reporting.mean_improvement(paper_results.ONE_LOGIT[dataset])
+    found = slc_tables.mean_improvement(paper_results.ONE_LOGIT[dataset])
     assert [100 * value for value in found] == pytest.approx(percentages, abs=tolerance)
 
 
 def test_conclusions_say_which_way_it_falls():
-    better = reporting.conclusions(
+    better = slc_tables.conclusions(
         [
             record("cross_entropy", one=(0.6, 0, 0)),
             record("max_margin"),
@@ -106,12 +106,12 @@ def test_conclusions_say_which_way_it_falls():
     assert (
         better[-1] == "One logit of batch_cross_entropy makes 50.0 % less error than one logit of max_margin."
     )
-    worse = reporting.conclusions([record("cross_entropy"), record("batch_cross_entropy", one=(0.8, 0, 0))])
+    worse = slc_tables.conclusions([record("cross_entropy"), record("batch_cross_entropy", one=(0.8, 0, 0))])
     assert (
         worse[-1]
         == "One logit of batch_cross_entropy makes 100.0 % more error than one logit of cross_entropy."
     )
-    assert "one logit alone wins 0.010" in reporting.conclusions([record("max_margin", one=(0.96, 0, 0))])[0]
+    assert "one logit alone wins 0.010" in slc_tables.conclusions([record("max_margin", one=(0.96, 0, 0))])[0]
 
 
 def test_no_number_is_cut_off_where_the_terminal_is_narrow():
@@ -128,13 +128,13 @@ def test_data_sets_have_tables_of_their_own():
 
 
 def test_csv_has_the_measures_at_full_precision():
-    rows = list(csv.DictReader(io.StringIO(reporting.slc_csv([record("max_margin", one=(1 / 3, 0, 0))]))))
+    rows = list(csv.DictReader(io.StringIO(slc_tables.slc_csv([record("max_margin", one=(1 / 3, 0, 0))]))))
     assert float(rows[0]["slc_auprc"]) == 1 / 3
     assert rows[0]["loss"] == "max_margin"
 
 
 def test_markdown_has_a_table_of_measures_and_one_of_thresholds():
-    text = reporting.slc_markdown([record("cross_entropy"), record("batch_cross_entropy")])
+    text = slc_tables.slc_markdown([record("cross_entropy"), record("batch_cross_entropy")])
     assert "| cross_entropy | 0.1000 | 0.2000 | 0.3000 |" in text
     assert "| cross_entropy | recall=0.9 | 0.500 | 0.250 | 4/10 | 0.500 | 0.250 | 4/10 |" in text
 

@@ -1,0 +1,228 @@
+"""The tables of README and docs, made from the records in ``results/``.
+
+A record of an experiment is what ``train.py --record`` wrote, see `pols_jax.experiment_records`; here it goes by the name
+of its file. Everything that was chosen was chosen on the validation split, and studies of hyper-parameters show the
+validation split alone.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pols_jax.config import RunConfig
+from pols_jax.losses import ALIGNED, LOSSES
+from pols_jax.slc_tables import conclusions, markdown_table, mean_improvement, slc_rows, sort_by_loss
+from pols_jax.training import choices_text
+
+Record = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What one hyper-parameter does.
+
+    Attributes:
+      title: What is varied, in words.
+      setting: The field of `pols_jax.config.RunConfig` that is varied.
+      records: The names of the records that vary it.
+    """
+
+    title: str
+    setting: str
+    records: tuple[str, ...]
+
+
+STUDIES: Mapping[str, Study] = {
+    "alpha": Study("alpha of self-normalisation", "alpha", ("study_alpha",)),
+    "margin": Study("margin of the max-margin losses", "margin", ("study_margin",)),
+    "num_noise": Study("noise classes of NCE", "num_noise", ("study_num_noise",)),
+    "batch_size": Study(
+        "batch size, with the same number of examples seen",
+        "batch_size",
+        tuple(f"study_batch_size_{size}" for size in (32, 128, 512)),
+    ),
+    "bias_start": Study(
+        "where the biases of the output layer start",
+        "bias_start",
+        tuple(f"study_bias_start_{start}" for start in (0, 3, 6, 9)),
+    ),
+}
+"""The studies of hyper-parameters, by name."""
+
+BY_CLASSES = ("glyphs_10", "glyphs_100", "glyphs_1000", "glyphs", "cjk")
+"""Records of drawn characters that differ in the number of classes (the last in the typefaces as well)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One run of a study: the value of the setting, the loss, and what the run measured on the validation split."""
+
+    value: float
+    loss: str
+    validation: Mapping[str, float]
+
+
+def study_points(study: Study, records: Mapping[str, Record]) -> list[Point]:
+    """The runs of a study, by loss and value.
+
+    Examples:
+      >>> run = {"config": {"loss": "max_margin", "margin": 2.0}, "training": [{"validation": {"accuracy": 0.5}}]}
+      >>> study_points(STUDIES["margin"], {"study_margin": {"sweep": None, "runs": [run]}})
+      [Point(value=2.0, loss='max_margin', validation={'accuracy': 0.5})]
+    """
+    points = []
+    for name in study.records:
+        record = records[name]
+        if record["sweep"] is None:
+            points += [
+                Point(run["config"][study.setting], run["config"]["loss"], run["training"][-1]["validation"])
+                for run in record["runs"]
+            ]
+        else:
+            points += [
+                Point(run[study.setting], loss, run["validation"])
+                for loss, tried in record["sweep"].items()
+                for run in tried["runs"]
+                if run["status"] == "finished"
+            ]
+    order = list(LOSSES)
+    return sorted(points, key=lambda point: (order.index(point.loss), point.value))
+
+
+def study_table(study: Study, records: Mapping[str, Record]) -> str:
+    """What a study measured on the validation split."""
+    rows = [
+        [
+            point.loss,
+            f"{point.value:g}",
+            f"{1 - point.validation['auprc']:.3f}",
+            f"{point.validation['accuracy']:.3f}",
+            f"{point.validation['violation_rate']:.1e}",
+        ]
+        for point in study_points(study, records)
+    ]
+    setting = study.setting.replace("_", " ")
+    return markdown_table(
+        ["loss", setting, "validation: one logit 1-AUPRC", "validation: accuracy", "violations"], rows
+    )
+
+
+def full_table(record: Record) -> str:
+    """Every measure of an experiment on the test split, beside the paper's, and what was chosen on validation."""
+    tests = [run["test"] for run in record["runs"]]
+    headings = [
+        *("loss", "one logit: 1-AUPRC", "1-P@0.9", "1-P@0.99", "all logits: 1-AUPRC", "1-P@0.9", "1-P@0.99"),
+        *("accuracy", "violations"),
+    ]
+    rows = [row.cells()[: len(headings)] for row in slc_rows(tests)]
+    return "\n\n".join([markdown_table(headings, rows), *conclusions(tests), _chosen(record)])
+
+
+def short_table(record: Record, losses: Sequence[str] = tuple(LOSSES)) -> str:
+    """What an experiment says at a glance, on the test split."""
+    rows = []
+    for test in sort_by_loss([run["test"] for run in record["runs"] if run["config"]["loss"] in losses]):
+        shared = next(
+            entry
+            for entry in test["thresholds"]
+            if (entry["rule"], entry["chosen_for"]) == ("precision=0.9", "all classes")
+        )
+        cells = [
+            f"{1 - test['slc']['auprc']:.3f}",
+            f"{1 - test['all_logits']['auprc']:.3f}",
+            f"{test['accuracy']:.3f}",
+            "" if shared["mean_recall"] is None else f"{shared['mean_recall']:.3f}",
+        ]
+        kind = "yes" if test["loss"] in ALIGNED else "no"
+        rows.append([test["loss"], kind, *cells])
+    return markdown_table(
+        [
+            *("loss", "aligned", "**one logit**: 1-AUPRC", "all logits: 1-AUPRC", "accuracy"),
+            "recall with one threshold for all classes, precision 0.9",
+        ],
+        rows,
+    )
+
+
+def common_losses(records: Sequence[Record]) -> list[str]:
+    """The losses that all of some experiments have.
+
+    Examples:
+      >>> def record(*losses):
+      ...     return {"runs": [{"config": {"loss": loss}} for loss in losses]}
+      >>> common_losses([record("cross_entropy", "max_margin"), record("max_margin")])
+      ['max_margin']
+    """
+    found = [{run["config"]["loss"] for run in record["runs"]} for record in records]
+    return [loss for loss in LOSSES if all(loss in losses for losses in found)]
+
+
+def errors_by_loss(record: Record, losses: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """One minus the AUPRC on the test split, with one logit and with all logits.
+
+    Examples:
+      >>> test = {"loss": "max_margin", "slc": {"auprc": 0.25}, "all_logits": {"auprc": 0.5}}
+      >>> errors_by_loss({"runs": [{"test": test}]}, ["max_margin"])
+      {'max_margin': (0.75, 0.5)}
+    """
+    tests = sort_by_loss([run["test"] for run in record["runs"] if run["test"]["loss"] in losses])
+    return {test["loss"]: (1 - test["slc"]["auprc"], 1 - test["all_logits"]["auprc"]) for test in tests}
+
+
+def classes_table(records: Mapping[str, Record]) -> str:
+    """The error of one logit against the number of classes, for the losses that every experiment has."""
+    chosen = [records[name] for name in BY_CLASSES]
+    losses = common_losses(chosen)
+    rows = []
+    for record in chosen:
+        errors = errors_by_loss(record, losses)
+        (improvement,) = mean_improvement({loss: [one] for loss, (one, _) in errors.items()}) or (
+            float("nan"),
+        )
+        rows.append(
+            [
+                f"{record['num_classes']:,}",
+                *(f"{one:.3f}" for one, _ in errors.values()),
+                f"{errors['cross_entropy'][1]:.3f}",
+                f"{improvement:.0%}".replace("%", " %"),
+            ]
+        )
+    headings = ["k", *losses, "cross_entropy, all logits", "relative improvement"]
+    return markdown_table(headings, rows)
+
+
+def commands_table(records: Mapping[str, Record]) -> str:
+    """Which command made which record, and how long its training took."""
+    rows = []
+    for name, record in records.items():
+        environment = record["environment"]
+        rows.append(
+            [
+                f"`{name}.json`",
+                f"`python {environment['command'].removeprefix('python ')}`",
+                f"{record['training_minutes']:.0f} min" if "training_minutes" in record else "",
+            ]
+        )
+    return markdown_table(["record", "command", "time"], rows)
+
+
+def _chosen(record: Record) -> str:
+    """The settings that were chosen on the validation split, in a sentence; how the networks were trained."""
+    config = record["runs"][0]["config"]
+    network = config["model"]
+    if config["hidden_sizes"]:
+        network += " " + "-".join(map(str, config["hidden_sizes"]))
+    if config["width"] != 1:
+        network += f" at width {config['width']:g}"
+    cores = record["environment"]["host"]["cores"]
+    how = (
+        f"{network}, {config['steps']:,} steps of {config['batch_size']}, {config['optimizer']}, seed {config['seed']}, "
+        f"on {cores} core{'s' * (cores > 1)} of a CPU."
+    )
+    if record["sweep"] is None:
+        return how
+    chosen = [
+        f"{run['config']['loss']} {', '.join(choices_text(RunConfig.from_json(run['config']), separator=' '))}"
+        for run in record["runs"]
+    ]
+    return f"{how} Chosen on the validation split: {'; '.join(chosen)}."
