@@ -245,3 +245,14 @@ def test_tens_of_thousands_of_cjk_characters_load_from_collections():
     )
     assert dataset.num_classes > 38_000
     assert dataset.train.images.shape == (2 * dataset.num_classes, 28, 28, 1)
+
+
+def test_fonts_may_be_a_pattern():
+    pattern = str(fonts.dejavu_paths()[0].parent / "DejaVuS*.ttf")
+    by_pattern = [face.name for face in fonts.read_faces([pattern]) if "Display" not in face.name]
+    assert by_pattern == [face.name for face in fonts.read_faces(fonts.dejavu_paths())]
+
+
+def test_a_pattern_that_matches_nothing_says_so():
+    with pytest.raises(DataError, match=r"no font file matches /no/such/\*\.ttf"):
+        fonts.read_faces(["/no/such/*.ttf"])

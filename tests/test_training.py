@@ -17,7 +17,7 @@ from pols_jax.experiments import DivergenceError, choose, read_sweep, run_experi
 from pols_jax.learning import Learner
 from pols_jax.progress import MetricsLog
 from pols_jax.runs import find_runs
-from pols_jax.trainer import Trainer
+from pols_jax.trainer import Trainer, loops_on_device
 from pols_jax.training import InterruptedRunError, RunOptions, fit
 
 CONFIG = RunConfig(
@@ -252,3 +252,20 @@ def test_training_without_augmentation_sees_the_images_as_they_are(digits):
     other = augmented.whole(augmented.advance(augmented.init(), until=3)[0]).params
     with pytest.raises(AssertionError):
         chex.assert_trees_all_equal(ends[0], other)
+
+
+def test_step_by_step_and_in_one_compiled_loop_are_the_same(digits):
+    ends = []
+    for loops in (True, False):
+        trainer = Trainer(CONFIG, digits)
+        trainer._loops = loops
+        state, totals = trainer.advance(trainer.init(), until=5)
+        assert (trainer.num_traces, int(totals.steps), trainer.step_of(state)) == (1, 5, 5)
+        ends.append((trainer.whole(state).params, totals))
+    # Two programs: XLA may order the additions of a product in another way.
+    chex.assert_trees_all_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+def test_convolutions_are_not_compiled_into_a_loop_on_a_cpu():
+    assert loops_on_device(RunConfig(model="mlp"))
+    assert not loops_on_device(RunConfig(model="cnn"))
