@@ -358,10 +358,11 @@ _QUICK_CNN = dataclasses.replace(
     _PAPER_CNN,
     loss=("cross_entropy", "batch_cross_entropy"),
     learning_rate=(0.1,),
-    width=0.125,
-    steps=600,
+    width=0.25,
+    batch_size=64,
+    steps=500,
     schedule="cosine",
-    evaluate_every=200,
+    evaluate_every=250,
 )
 
 PRESETS: Mapping[str, Preset] = {
@@ -421,9 +422,9 @@ PRESETS: Mapping[str, Preset] = {
             hidden_sizes=(1024, 128),
             alpha=(0.01, 0.1),
             choose_by="auprc",
-            sweep_steps=800,
-            steps=5_000,
-            evaluate_every=2_500,
+            sweep_steps=500,
+            steps=2_000,
+            evaluate_every=1_000,
         ),
     ),
     "imagenet": Preset(

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from pols_jax.checkpoints import Checkpoints
+from pols_jax.class_bank import ClassBank
 from pols_jax.config import ConfigError, RunConfig
 from pols_jax.data import Dataset, load
+from pols_jax.evaluation import evaluate
 from pols_jax.losses import LOSSES
 from pols_jax.mesh_training import MeshTrainer, make_trainer
 from pols_jax.trainer import Trainer
@@ -133,3 +135,14 @@ def test_a_mesh_that_does_not_fit_the_devices_names_those_that_do(digits):
 
 def test_a_dense_or_linear_head_needs_no_mesh(digits):
     assert type(make_trainer(dataclasses.replace(CONFIG, head="linear"), digits)) is Trainer
+
+
+def test_evaluation_and_search_open_a_run_that_was_trained_on_a_mesh(tmp_path, digits):
+    config = dataclasses.replace(CONFIG, **HEADS["sharded"])
+    fit(config, digits, tmp_path, options=RunOptions(quiet=True))
+    record = evaluate(tmp_path, dataset=digits, quiet=True)
+    bank = ClassBank.open(tmp_path)
+    assert record["num_classes"] == len(bank.names) == 10  # the padding of the shards is not in the file
+    logits = bank.logits(digits.test.images, list(digits.class_names))
+    accuracy = np.mean(np.argmax(logits, axis=1) == digits.test.labels)
+    np.testing.assert_allclose(accuracy, record["accuracy"])
