@@ -36,7 +36,8 @@ def test_every_preset_lists_valid_runs(name):
     preset = PRESETS[name]
     runs = preset.experiment.runs()
     assert runs
-    assert preset.promise
+    command = "python train.py" if name == next(iter(PRESETS)) else f"python train.py --preset {name}"
+    assert preset.promise.startswith(f"`{command}`: ")
     assert len(set(runs)) == len(runs)
 
 

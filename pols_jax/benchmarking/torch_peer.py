@@ -175,7 +175,7 @@ def _torch() -> Any:
 
     # Its own default is the number of physical cores, which on a virtual machine may be half of what JAX uses.
     torch.set_num_threads(
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     return torch
 
