@@ -94,9 +94,6 @@ def figures(experiments: Experiments, benchmarks: Benchmarks) -> dict[str, Calla
     available: dict[str, Callable[[], Figure]] = {}
     if set(results_tables.BY_CLASSES) <= set(experiments):
         available["by_classes"] = lambda: results_figures.classes_figure(experiments)
-    if "cjk" in experiments:
-        pair = ("cross_entropy", "self_normalization")
-        available["cjk_logits"] = lambda: results_figures.logits_figure(experiments["cjk"], pair)
     if "glyphs" in experiments:
         available["glyph_logits"] = lambda: results_figures.logits_figure(experiments["glyphs"], _QUICKSTART)
     for name, study in results_tables.STUDIES.items():

@@ -12,8 +12,14 @@ from matplotlib.figure import Figure
 
 from pols_jax.figures import COLOURS, MARKERS, two_histograms
 from pols_jax.losses import ALIGNED, LOSSES
-from pols_jax.results_tables import BY_CLASSES, Study, common_losses, errors_by_loss, study_points
-from pols_jax.slc_tables import mean_improvement
+from pols_jax.results_tables import (
+    BY_CLASSES,
+    Study,
+    common_losses,
+    errors_by_loss,
+    one_logit_improvement,
+    study_points,
+)
 
 Record = Mapping[str, Any]
 
@@ -47,10 +53,12 @@ def classes_figure(records: Mapping[str, Record]) -> Figure:
     )
     _log_axis(left, "number of classes", "1-AUPRC")
     left.legend(fontsize=7, frameon=False)
-    improvements = [mean_improvement({loss: [one] for loss, (one, _) in error.items()}) for error in errors]
-    right.plot(classes, [100 * values[0] for values in improvements if values], "ko-", markersize=5)
+    improvements = [(k, one_logit_improvement(error)) for k, error in zip(classes, errors, strict=True)]
+    points = [(k, 100 * value) for k, value in improvements if value is not None]
+    right.plot(*zip(*points, strict=True), "ko-", markersize=5)
     _log_axis(right, "number of classes", "relative improvement, %")
-    right.set_ylim(0, 100)
+    right.set_ylim(top=100)
+    right.axhline(0, color="#666666", linewidth=1)
     return figure
 
 

@@ -49,8 +49,8 @@ STUDIES: Mapping[str, Study] = {
 }
 """The studies of hyper-parameters, by name."""
 
-BY_CLASSES = ("glyphs_10", "glyphs_100", "glyphs_1000", "glyphs", "cjk")
-"""Records of drawn characters that differ in the number of classes (the last in the typefaces as well)."""
+BY_CLASSES = ("glyphs_10", "glyphs_100", "glyphs_1000", "glyphs")
+"""Records of drawn characters that differ in the number of classes alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,16 +145,26 @@ def short_table(record: Record, losses: Sequence[str] = tuple(LOSSES)) -> str:
 
 
 def common_losses(records: Sequence[Record]) -> list[str]:
-    """The losses that all of some experiments have.
+    """The losses that learned in all of some experiments: at least half of the best accuracy on the validation split.
 
     Examples:
-      >>> def record(*losses):
-      ...     return {"runs": [{"config": {"loss": loss}} for loss in losses]}
-      >>> common_losses([record("cross_entropy", "max_margin"), record("max_margin")])
-      ['max_margin']
+      >>> def record(**accuracies):
+      ...     return {
+      ...         "runs": [
+      ...             {"config": {"loss": loss}, "training": [{"validation": {"accuracy": accuracy}}]}
+      ...             for loss, accuracy in accuracies.items()
+      ...         ]
+      ...     }
+      >>> common_losses([record(cross_entropy=0.8, max_margin=0.1), record(cross_entropy=0.8, max_margin=0.7)])
+      ['cross_entropy']
     """
-    found = [{run["config"]["loss"] for run in record["runs"]} for record in records]
-    return [loss for loss in LOSSES if all(loss in losses for losses in found)]
+    learned = []
+    for record in records:
+        accuracies = {
+            run["config"]["loss"]: run["training"][-1]["validation"]["accuracy"] for run in record["runs"]
+        }
+        learned.append({loss for loss, value in accuracies.items() if value >= max(accuracies.values()) / 2})
+    return [loss for loss in LOSSES if all(loss in losses for losses in learned)]
 
 
 def errors_by_loss(record: Record, losses: Sequence[str]) -> dict[str, tuple[float, float]]:
@@ -167,6 +177,21 @@ def errors_by_loss(record: Record, losses: Sequence[str]) -> dict[str, tuple[flo
     """
     tests = sort_by_loss([run["test"] for run in record["runs"] if run["test"]["loss"] in losses])
     return {test["loss"]: (1 - test["slc"]["auprc"], 1 - test["all_logits"]["auprc"]) for test in tests}
+
+
+def one_logit_improvement(errors: Mapping[str, tuple[float, float]]) -> float | None:
+    """How much smaller the mean error of one logit is with the aligned losses; None where there is no error to reduce.
+
+    Args:
+      errors: What `errors_by_loss` returned.
+
+    Examples:
+      >>> round(one_logit_improvement({"cross_entropy": (0.4, 0.1), "batch_cross_entropy": (0.1, 0.1)}), 3)
+      0.75
+    """
+    others = [one for loss, (one, _) in errors.items() if loss not in ALIGNED]
+    improvement = mean_improvement({loss: [one] for loss, (one, _) in errors.items()})
+    return improvement[0] if improvement and sum(others) > 0 else None
 
 
 def classes_table(records: Mapping[str, Record]) -> str:
@@ -184,7 +209,7 @@ def classes_table(records: Mapping[str, Record]) -> str:
                 f"{record['num_classes']:,}",
                 *(f"{one:.3f}" for one, _ in errors.values()),
                 f"{errors['cross_entropy'][1]:.3f}",
-                f"{improvement:.0%}".replace("%", " %"),
+                "" if improvement is None else f"{improvement:.0%}".replace("%", " %"),
             ]
         )
     headings = ["k", *losses, "cross_entropy, all logits", "relative improvement"]
