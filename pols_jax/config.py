@@ -373,22 +373,22 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "mnist": Preset(
         "`python train.py --preset mnist`: the paper's MNIST protocol, MLP 500-500, seven losses, four learning rates, 10^5 "
-        "steps each; about 130 steps a second on two busy cores. The paper's mean 1-AUPRC of the aligned losses is 0.002.",
+        "steps each; about 140 steps a second on one core, 12 minutes a run. The paper's mean 1-AUPRC of the aligned losses is 0.002.",
         dataclasses.replace(_PAPER, dataset="mnist"),
     ),
     "svhn": Preset(
         "`python train.py --preset svhn`: the paper's SVHN protocol, six convolutions, seven losses, four learning rates, 10^5 "
-        "steps each; not tried here, for an accelerator. The paper's mean 1-AUPRC of the aligned losses is 0.017.",
+        "steps each. For an accelerator: a step takes 10 s on two cores, a run 11 days. The paper's mean 1-AUPRC of the aligned losses is 0.017.",
         dataclasses.replace(_PAPER_CNN, dataset="svhn_cropped"),
     ),
     "cifar10": Preset(
         "`python train.py --preset cifar10`: the paper's CIFAR-10 protocol, six convolutions, seven losses, four learning "
-        "rates, 10^5 steps each; not tried here, for an accelerator. The paper's mean of the aligned losses is 0.074.",
+        "rates, 10^5 steps each. For an accelerator: a step takes 10 s on two cores, a run 11 days. The paper's mean 1-AUPRC of the aligned losses is 0.074.",
         dataclasses.replace(_PAPER_CNN, dataset="cifar10"),
     ),
     "cifar100": Preset(
         "`python train.py --preset cifar100`: the paper's CIFAR-100 protocol, six convolutions, seven losses, four learning "
-        "rates, 10^5 steps each; not tried here, for an accelerator. The paper's mean of the aligned losses is 0.405.",
+        "rates, 10^5 steps each. For an accelerator: a step takes 10 s on two cores, a run 11 days. The paper's mean 1-AUPRC of the aligned losses is 0.405.",
         dataclasses.replace(_PAPER_CNN, dataset="cifar100"),
     ),
     "omniglot": Preset(
@@ -398,7 +398,8 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "cjk": Preset(
         "`python train.py --preset cjk`: 42,174 Chinese, Japanese and Korean characters in typefaces never seen in training, "
-        "from Debian's fonts-noto-cjk and fonts-noto-cjk-extra; an MLP and four losses.",
+        "from Debian's fonts-noto-cjk and fonts-noto-cjk-extra; an MLP and four losses. About 12 minutes a loss on one core, and "
+        "8 to measure it; on the validation face 1-AUPRC of one logit 0.576 for cross-entropy, 0.156 for batch cross-entropy.",
         Experiment(
             loss=(
                 "cross_entropy",
@@ -429,7 +430,7 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "imagenet": Preset(
         "`python train.py --preset imagenet`: Inception-v3 with the recipe it was published with, cross-entropy against batch "
-        "cross-entropy, 6 million steps; not tried here, for many devices. The paper's 1-AUPRC: 0.366 and 0.245.",
+        "cross-entropy, 6 million steps. For many devices: a step takes 40 s on two cores. The paper's 1-AUPRC: 0.366 and 0.245.",
         Experiment(
             dataset="imagenet2012",
             model="inception_v3",
@@ -451,18 +452,18 @@ PRESETS: Mapping[str, Preset] = {
         dataclasses.replace(_PAPER, dataset="mnist", learning_rate=(0.1,), steps=3_000, evaluate_every=500),
     ),
     "svhn-quick": Preset(
-        "`python train.py --preset svhn-quick`: SVHN with the paper's network at a quarter of its width, 3,000 steps; not "
-        "measured yet.",
+        "`python train.py --preset svhn-quick`: SVHN with the paper's network at a quarter of its width, 500 steps of 64. About six "
+        "minutes a loss on one core, as cifar100-quick; the score has not been measured.",
         dataclasses.replace(_QUICK_CNN, dataset="svhn_cropped"),
     ),
     "cifar10-quick": Preset(
-        "`python train.py --preset cifar10-quick`: CIFAR-10 with the paper's network at a quarter of its width, 3,000 steps; "
-        "not measured yet.",
+        "`python train.py --preset cifar10-quick`: CIFAR-10 with the paper's network at a quarter of its width, 500 steps of 64. "
+        "About six minutes a loss on one core, as cifar100-quick; the score has not been measured.",
         dataclasses.replace(_QUICK_CNN, dataset="cifar10"),
     ),
     "cifar100-quick": Preset(
-        "`python train.py --preset cifar100-quick`: CIFAR-100 with the paper's network at a quarter of its width, 3,000 "
-        "steps; not measured yet.",
+        "`python train.py --preset cifar100-quick`: CIFAR-100 with the paper's network at a quarter of its width, 500 steps of 64. "
+        "About six minutes a loss on one core; 1-AUPRC of one logit 0.798 for cross-entropy, 0.790 for batch cross-entropy.",
         dataclasses.replace(_QUICK_CNN, dataset="cifar100"),
     ),
 }
