@@ -451,16 +451,6 @@ PRESETS: Mapping[str, Preset] = {
         "cores; 1-AUPRC of one logit 0.014 for cross-entropy, 0.005 for batch cross-entropy, 0.002 for self-normalisation.",
         dataclasses.replace(_PAPER, dataset="mnist", learning_rate=(0.1,), steps=3_000, evaluate_every=500),
     ),
-    "svhn-quick": Preset(
-        "`python train.py --preset svhn-quick`: SVHN with the paper's network at a quarter of its width, 500 steps of 64. About six "
-        "minutes a loss on one core, as cifar100-quick; the score has not been measured.",
-        dataclasses.replace(_QUICK_CNN, dataset="svhn_cropped"),
-    ),
-    "cifar10-quick": Preset(
-        "`python train.py --preset cifar10-quick`: CIFAR-10 with the paper's network at a quarter of its width, 500 steps of 64. "
-        "About six minutes a loss on one core, as cifar100-quick; the score has not been measured.",
-        dataclasses.replace(_QUICK_CNN, dataset="cifar10"),
-    ),
     "cifar100-quick": Preset(
         "`python train.py --preset cifar100-quick`: CIFAR-100 with the paper's network at a quarter of its width, 500 steps of 64. "
         "About six minutes a loss on one core; 1-AUPRC of one logit 0.798 for cross-entropy, 0.790 for batch cross-entropy.",

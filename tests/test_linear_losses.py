@@ -203,8 +203,8 @@ def test_statistics_made_for_one_formula_refuse_another():
 
 
 def test_the_automatic_block_fits_its_budget_and_is_not_tiny():
-    assert default_block_size(128, 512, 2**20) == 4096  # 4096 rows of 512 float32 numbers are 8 MB
-    assert default_block_size(1024, 256, 2**20) == 2048  # 2048 logits of 1024 examples
+    assert default_block_size(128, 512, 2**20) == 2048  # 2048 rows of 512 float32 numbers are 4 MB
+    assert default_block_size(1024, 256, 2**20) == 1024  # 1024 logits of 1024 examples
     assert default_block_size(10**6, 256, 2**20) == 1024
     assert default_block_size(8, 8, 37) == 37
 
