@@ -42,6 +42,7 @@ class Report:
     figures: Path | None = None
 
 
+OUTPUTS = ("json", "markdown", "figures", "profile")  # flags that say where something is written
 BENCHMARKS = {
     "logits": (LogitsSettings, run_logits),
     "losses": (LossSettings, run_losses),
@@ -71,7 +72,8 @@ def main() -> None:
 def benchmark(verb: str, settings: Any, run: Any) -> Record:
     """Runs a benchmark; what was measured is in the record's file even if it is stopped."""
     environment = describe_environment(find_devices(settings.device, getattr(settings, "num_devices", 1)))
-    values = {name: _plain(value) for name, value in dataclasses.asdict(settings).items()}
+    # Where output goes is not part of what was measured.
+    values = {name: v for name, v in dataclasses.asdict(settings).items() if name not in OUTPUTS}
     signal.signal(signal.SIGTERM, _stop)
     # A program that starts in the background ignores Ctrl-C unless it says otherwise.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -94,10 +96,6 @@ def show(records: list[Record], markdown: Path | None, figures: Path | None) -> 
 
 def _stop(number, _):
     raise InterruptedRunError("Stopped; the record holds what was measured so far.", number)
-
-
-def _plain(value):
-    return str(value) if isinstance(value, Path) else value
 
 
 if __name__ == "__main__":

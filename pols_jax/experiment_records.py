@@ -31,7 +31,6 @@ def write_experiment_record(
     outcomes: Sequence[Outcome],
     *,
     run_dir: str | Path,
-    command: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Evaluates the trained runs of an experiment on the test split, and writes its record.
 
@@ -41,7 +40,6 @@ def write_experiment_record(
       dataset: The data it was trained on.
       outcomes: The trained runs, as `pols_jax.experiments.run_experiment` returns them.
       run_dir: The directory of the experiment.
-      command: The words of the command line; those of this process if empty.
 
     Returns:
       The record.
@@ -62,7 +60,7 @@ def write_experiment_record(
       ['data', 'environment', 'experiment', 'num_classes', 'runs', 'sweep', 'training_minutes']
     """
     record = {
-        "environment": describe_environment(jax.local_devices(), command=command),
+        "environment": describe_environment(jax.local_devices()),
         "experiment": experiment.to_json(),
         "num_classes": dataset.num_classes,
         "data": dataset.provenance,

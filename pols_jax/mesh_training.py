@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pols_jax.config import ConfigError, RunConfig
-from pols_jax.data import Batch, Dataset, sample_batch
+from pols_jax.data import Batch, Dataset
 from pols_jax.learning import Learner, Totals, TrainState, loss_options, train_step
 from pols_jax.linear_losses import make_linear_loss
 from pols_jax.linear_output import LinearOutput
@@ -142,14 +142,7 @@ class MeshTrainer(Trainer):
         return self._advance_with(state, resident, until, self._sampled_step)
 
     def _sampled_step(self, state: TrainState, images, labels) -> tuple[TrainState, Totals]:
-        batch = sample_batch(
-            images,
-            labels,
-            state.step,
-            seed=self.config.seed,
-            batch_size=self.config.batch_size,
-            augment=self.dataset.augment if self.config.augment else None,
-        )
+        batch = self._sample(state, images, labels)
         return train_step(self.learner, state, self._over_all_devices(batch))
 
     def _validate_on_mesh(self, state, batch, columns):

@@ -246,8 +246,6 @@ def count_passing(
     scores: Float[Array, " examples"],
     threshold: Float[Array, ""],
     is_positive: Bool[Array, " examples"],
-    *,
-    compare: Callable = operator.ge,
 ) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """Counts the examples, and the positives among them, whose score of one class passes a threshold.
 
@@ -255,7 +253,6 @@ def count_passing(
       scores: The scores of all examples for one class, shape ``[n]``.
       threshold: The threshold, shape ``[]``.
       is_positive: Which examples belong to the class, shape ``[n]``.
-      compare: What it means to pass: ``compare(score, threshold)``.
 
     Returns:
       The two counts, shape ``[]``.
@@ -268,7 +265,7 @@ def count_passing(
       >>> int(examples), int(positives)
       (2, 1)
     """
-    passes = compare(scores, threshold)
+    passes = scores >= threshold
     return jnp.sum(passes, dtype=jnp.int32), jnp.sum(passes & is_positive, dtype=jnp.int32)
 
 

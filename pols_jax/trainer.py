@@ -152,17 +152,21 @@ class Trainer:
         return self._advance_with(state, resident, until, self._sampled_step_on_device)
 
     def _sampled_step_on_device(self, state, images, labels):
-        batch = sample_batch(
+        shard, num_shards = lax.axis_index(AXIS), jax.device_count()
+        batch = self._sample(state, images, labels, shard=shard, num_shards=num_shards)
+        return train_step(self.learner, state, batch, axis_name=AXIS)
+
+    def _sample(self, state, images, labels, **shard) -> Batch:
+        """The batch of the state's step, or one shard of it."""
+        return sample_batch(
             images,
             labels,
             state.step,
             seed=self.config.seed,
             batch_size=self.config.batch_size,
             augment=self.dataset.augment if self.config.augment else None,
-            shard=lax.axis_index(AXIS),
-            num_shards=jax.device_count(),
+            **shard,
         )
-        return train_step(self.learner, state, batch, axis_name=AXIS)
 
     def _advance_with(self, state, resident, until, sampled_step):
         """Runs as many steps as are asked for; the number is not part of the program, so it compiles once."""

@@ -285,24 +285,29 @@ def _large_k_sheets(record: Record) -> list[Sheet]:
         [class_name(int(m.case["num_classes"])), _time(m, spread=True), _number(ratio(m, sampled[0]))]
         for m in sampled
     ]
-    first = sampled[0].case if sampled else {"num_examples": 0, "num_features": 0, "num_noise": 0}
     steps = Sheet(
-        f"A step of sampled NCE on the output layer, m = {first['num_examples']}, d = {first['num_features']}, "
-        f"{first['num_noise']} noise classes",
+        f"A step of sampled NCE on the output layer{_sizes(sampled)}",
         ["k", "ms", "times the smallest k"],
         rows,
     )
+    momentum = [m for m in record.measurements if m.variant == "momentum_step"]
     rows = [
         [
             class_name(int(m.case["num_classes"])),
             _time(m),
             f"{int(m.case['bytes_beyond_state']) / 1e9:.2f} GB",
         ]
-        for m in record.measurements
-        if m.variant == "momentum_step"
+        for m in momentum
     ]
-    title = "A step of momentum on the output layer with batch cross-entropy, m = 256, d = 256"
+    title = f"A step of momentum on the output layer with batch cross-entropy{_sizes(momentum)}"
     return [losses, steps, Sheet(title, ["k", "ms", "memory beyond parameters and momentum"], rows)]
+
+
+def _sizes(measurements: Sequence[Measurement]) -> str:
+    """The sizes that a step was measured with, as the end of a title."""
+    names = {"num_examples": "m = {}", "num_features": "d = {}", "num_noise": "{} noise classes"}
+    cases = [m.case for m in measurements[:1]]
+    return "".join(f", {form.format(case[n])}" for case in cases for n, form in names.items() if n in case)
 
 
 def _time(measurement: Measurement | None, *, spread: bool = False) -> str:
