@@ -422,10 +422,11 @@ PRESETS: Mapping[str, Preset] = {
             augment=False,
             hidden_sizes=(1024, 128),
             alpha=(0.01, 0.1),
+            num_noise=(1_000, 10_000, 100_000),
             choose_by="auprc",
             sweep_steps=500,
-            steps=2_000,
-            evaluate_every=1_000,
+            steps=2_500,
+            evaluate_every=1_250,
         ),
     ),
     "imagenet": Preset(

@@ -57,7 +57,9 @@ class Trainer:
     def __init__(self, config: RunConfig, dataset: Dataset):
         check_batch_size(config.batch_size, jax.device_count())
         self._prepare(config, dataset)
-        self.learner = Learner.from_config(config, dataset, axis_name=AXIS)
+        # XLA does not leave out a sum over one device: without it a step of the MLP on a CPU is 4 % faster.
+        self._axis_name = AXIS if jax.device_count() > 1 else None
+        self.learner = Learner.from_config(config, dataset, axis_name=self._axis_name)
         self._advance = jax.pmap(
             self._advance_on_device, axis_name=AXIS, in_axes=(0, 0, None), donate_argnums=0
         )
@@ -146,7 +148,7 @@ class Trainer:
 
     def _step_on_device(self, state, batch):
         self.num_traces += 1
-        return train_step(self.learner, state, batch, axis_name=AXIS)
+        return train_step(self.learner, state, batch, axis_name=self._axis_name)
 
     def _advance_on_device(self, state, resident, until):
         return self._advance_with(state, resident, until, self._sampled_step_on_device)
@@ -154,7 +156,7 @@ class Trainer:
     def _sampled_step_on_device(self, state, images, labels):
         shard, num_shards = lax.axis_index(AXIS), jax.device_count()
         batch = self._sample(state, images, labels, shard=shard, num_shards=num_shards)
-        return train_step(self.learner, state, batch, axis_name=AXIS)
+        return train_step(self.learner, state, batch, axis_name=self._axis_name)
 
     def _sample(self, state, images, labels, **shard) -> Batch:
         """The batch of the state's step, or one shard of it."""
@@ -220,7 +222,7 @@ class Trainer:
         }
 
     def _validate_on_device(self, state, batch, columns):
-        out = measure_validation(self.learner, state, batch, columns, axis_name=AXIS)
+        out = measure_validation(self.learner, state, batch, columns, axis_name=self._axis_name)
         gathered = lax.all_gather({name: out[name] for name in _PER_EXAMPLE}, AXIS, tiled=True)
         return out | lax.psum({name: out[name] for name in ("correct", "examples")}, AXIS) | gathered
 

@@ -65,7 +65,7 @@ def training_variants(config: RunConfig, dataset: Dataset, *, steps: int) -> lis
     return [Variant("trainer", by_trainer), Variant("hand_written_scan", by_scan)]
 
 
-def main(*, steps: int = 200, repetitions: int = 11) -> None:
+def main(*, steps: int = 200, repetitions: int = 41) -> None:
     """Measures and prints steps per second, and their ratio."""
     config = RunConfig(optimizer="momentum", schedule="constant", learning_rate=0.1, batch_size=128)
     variants = training_variants(config, random_dataset(60_000), steps=steps)
