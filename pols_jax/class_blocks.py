@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pols_jax.heads import all_logits
-from pols_jax.metrics import Counts, count_passing
+from pols_jax.metrics import Counts
 
 # Logits of a round of blocks, over all devices together: 256 MB of float32.
 _MAX_SCORES = 2**26
@@ -33,6 +33,7 @@ class ExampleStats(NamedTuple):
     Attributes:
       true: The logit of the true class, shape ``[n]``.
       largest: The largest logit, shape ``[n]``.
+      largest_false: The largest logit of another class than the true one, shape ``[n]``.
       smallest: The smallest logit, shape ``[n]``.
       prediction: The class of the largest logit, shape ``[n]``.
       log_normalizer: The log of the sum of ``exp(logit - largest)``, shape ``[n]``.
@@ -40,6 +41,7 @@ class ExampleStats(NamedTuple):
 
     true: Float[np.ndarray, " examples"]
     largest: Float[np.ndarray, " examples"]
+    largest_false: Float[np.ndarray, " examples"]
     smallest: Float[np.ndarray, " examples"]
     prediction: Int[np.ndarray, " examples"]
     log_normalizer: Float[np.ndarray, " examples"]
@@ -133,7 +135,7 @@ class ScoredSplit:
           The statistics of each example, in the sorted order.
         """
         num_examples = len(self.labels)
-        true, largest = (np.full(num_examples, -np.inf, np.float32) for _ in range(2))
+        true, largest, largest_false = (np.full(num_examples, -np.inf, np.float32) for _ in range(3))
         smallest = np.full(num_examples, np.inf, np.float32)
         prediction = np.zeros(num_examples, np.int32)
         rest = np.zeros(
@@ -143,8 +145,10 @@ class ScoredSplit:
         for classes in self._rounds():
             outputs = block_stats(self._features, self._labels, self._starts(classes), *self._head(classes))
             for block in zip(*map(np.asarray, outputs), strict=True):
-                block_true, block_largest, block_smallest, block_prediction, block_rest = block
+                block_true, block_largest_false, block_smallest, block_prediction, block_rest = block
                 true, smallest = np.maximum(true, block_true), np.minimum(smallest, block_smallest)
+                largest_false = np.maximum(largest_false, block_largest_false)
+                block_largest = np.maximum(block_true, block_largest_false)
                 is_larger = block_largest > largest
                 prediction = np.where(is_larger, block_prediction, prediction)
                 high, low = np.maximum(largest, block_largest), np.minimum(largest, block_largest)
@@ -152,7 +156,8 @@ class ScoredSplit:
                 rest = high_rest + np.exp(low.astype(np.float64) - high) * (1 + low_rest)
                 largest = high
             advance()
-        return ExampleStats(true, largest, smallest, prediction, np.log1p(rest).astype(np.float32))
+        log_normalizer = np.log1p(rest).astype(np.float32)
+        return ExampleStats(true, largest, largest_false, smallest, prediction, log_normalizer)
 
     def count(
         self,
@@ -178,13 +183,13 @@ class ScoredSplit:
             thresholds = np.zeros((num_classes, 0), np.float32)
         count_block = _on_devices(_count_block, self._devices)
         normalizers = self._replicate((stats.largest, stats.log_normalizer))
-        false_logits = _FalseLogits(np.sort(stats.true), bins)
-        per_example = np.zeros((4, len(self.labels)), np.int32)
-        per_class = np.zeros((num_classes, 2, thresholds.shape[1]), np.int64)
+        ranking = _Ranking(np.sort(stats.true), bins)
+        own_passing = np.zeros((2, len(self.labels)), np.int32)
+        passing = np.zeros(thresholds.shape, np.int64)
         for classes in self._rounds():
             starts = self._starts(classes)
             members = (np.searchsorted(self.labels, edge) for edge in (starts, starts + self._block_size))
-            own_counts, class_counts, block_false = count_block(
+            block_own, block_passing, block_logits = count_block(
                 self._features,
                 self._labels,
                 normalizers,
@@ -194,27 +199,33 @@ class ScoredSplit:
                 self._split(thresholds, classes, fill=np.nan),
             )
             # Each example is counted in the block of its own class, and is zero in the others.
-            per_example += np.asarray(own_counts).sum(axis=0)
-            per_class[classes] = np.concatenate(np.asarray(class_counts))[: len(classes)]
-            false_logits.add(np.asarray(block_false).reshape(-1))
+            own_passing += np.asarray(block_own).sum(axis=0)
+            passing[classes] = np.concatenate(np.asarray(block_passing))[: len(classes)]
+            ranking.add(np.asarray(block_logits).reshape(-1))
             advance()
         class_sizes = np.bincount(self.labels, minlength=num_classes).astype(np.int32)
         own_log_probs = (stats.true - stats.largest) - stats.log_normalizer
         one_logit, all_logits = (
-            Counts(*map(jnp.asarray, (self.labels, own_scores, *per_example[rows], class_sizes)))
-            for own_scores, rows in ((stats.true, slice(0, 2)), (own_log_probs, slice(2, 4)))
+            Counts(
+                *map(
+                    jnp.asarray,
+                    (self.labels, scores, examples, _positives_passing(self.labels, scores), class_sizes),
+                )
+            )
+            for scores, examples in zip((stats.true, own_log_probs), own_passing, strict=True)
         )
+        # The logits that were ranked and counted are all of them: take away the true ones.
+        is_passed = stats.true[:, None] >= thresholds[self.labels]
+        positives = np.zeros_like(passing)
+        np.add.at(positives, self.labels, is_passed)
+        sorted_true = np.sort(stats.true)
         false_passing = np.empty(len(self.labels), np.int64)
-        false_passing[np.argsort(stats.true)] = false_logits.passing
-        return SplitCounts(
-            one_logit,
-            all_logits,
-            false_passing,
-            false_logits.largest,
-            per_class[:, 0],
-            per_class[:, 1],
-            false_logits.histogram,
-        )
+        false_passing[np.argsort(stats.true)] = ranking.passing - _at_or_above(sorted_true, sorted_true)
+        histogram = ranking.histogram
+        if bins is not None:
+            histogram = histogram - _histogram(sorted_true, bins)
+        largest_false = float(stats.largest_false.max())
+        return SplitCounts(one_logit, all_logits, false_passing, largest_false, passing, positives, histogram)
 
     def column(self, class_id: int) -> Float[np.ndarray, " examples"]:
         """Computes the logit of one class for all examples, in the sorted order."""
@@ -247,37 +258,51 @@ class ScoredSplit:
         return copies(tree, np.arange(len(self._devices)))
 
 
-class _FalseLogits:
-    """Ranks the true logits among all false ones, which pass by in blocks.
+class _Ranking:
+    """Ranks the true logits among all logits, which pass by in blocks, and counts the logits in bins.
 
-    A false logit below all true ones cannot violate the principle. The others of a block are sorted (in NumPy, whose
-    sort uses vector instructions and is many times faster than XLA's), and the true logits are looked up among them.
+    A block is sorted (in NumPy, whose sort uses vector instructions and is many times faster than XLA's), and the true
+    logits and the edges of the bins are looked up in it.
     """
 
     def __init__(self, sorted_true: Float[np.ndarray, " examples"], bins: np.ndarray | None):
         self._sorted_true, self._bins = sorted_true, bins
-        self.passing = np.zeros(len(sorted_true), np.int64)  # false logits at or above each true logit
+        self.passing = np.zeros(len(sorted_true), np.int64)  # logits at or above each true logit
         self.histogram = np.zeros(0 if bins is None else len(bins) - 1, np.int64)
-        self.largest = -np.inf
 
     def add(self, logits: Float[np.ndarray, " any"]) -> None:
-        """Counts the logits of a block; -inf stands for what is not a false logit."""
+        """Counts the logits of a block; those of padding are -inf, and below everything."""
         with ThreadPoolExecutor(os.cpu_count()) as threads:  # NumPy sorts outside of the interpreter lock
-            for part in threads.map(self._count, np.array_split(logits, os.cpu_count() or 1)):
-                passing, histogram, largest = part
-                self.passing += passing
-                self.histogram += histogram
-                self.largest = max(self.largest, largest)
+            for part in threads.map(np.sort, np.array_split(logits, os.cpu_count() or 1)):
+                self.passing += _at_or_above(part, self._sorted_true)
+                if self._bins is not None:
+                    self.histogram += _histogram(part, self._bins)
 
-    def _count(self, logits):
-        violating = np.sort(logits[logits >= self._sorted_true[0]])
-        passing = len(violating) - np.searchsorted(violating, self._sorted_true)
-        histogram = 0
-        if self._bins is not None:
-            # -inf, which is outside the range, is not counted.
-            limits = (self._bins[0], self._bins[-1])
-            histogram = np.histogram(logits, bins=len(self._bins) - 1, range=limits)[0]
-        return passing, histogram, float(np.max(logits, initial=-np.inf))
+
+def _at_or_above(ascending: Float[np.ndarray, " any"], thresholds: Float[np.ndarray, " any"]) -> np.ndarray:
+    """How many values are at least each threshold."""
+    return len(ascending) - np.searchsorted(ascending, thresholds)
+
+
+def _histogram(ascending: Float[np.ndarray, " any"], bins: Float[np.ndarray, " edges"]) -> np.ndarray:
+    """How many values are in each bin, as `numpy.histogram`: the last bin has both its edges."""
+    edges = bins.astype(ascending.dtype)  # with edges of another dtype, NumPy would convert all values
+    below = np.searchsorted(ascending, edges)
+    below[-1] = np.searchsorted(ascending, edges[-1], side="right")
+    return np.diff(below)
+
+
+def _positives_passing(
+    labels: Int[np.ndarray, " examples"], scores: Float[np.ndarray, " examples"]
+) -> Int[np.ndarray, " examples"]:
+    """How many examples of its own class score at least as high as each example, for its class."""
+    order = np.lexsort((scores, labels))
+    labels, scores = labels[order], scores[order]
+    starts_tie = np.r_[True, (labels[1:] != labels[:-1]) | (scores[1:] != scores[:-1])]
+    first_of_tie = np.maximum.accumulate(np.where(starts_tie, np.arange(len(labels)), 0))
+    positives = np.empty(len(labels), np.int32)
+    positives[order] = np.searchsorted(labels, labels, side="right") - first_of_tie
+    return positives
 
 
 @functools.cache
@@ -286,42 +311,58 @@ def _on_devices(function: Callable, devices: tuple[Any, ...]) -> Callable:
     return jax.pmap(function, devices=devices)
 
 
+def _block_logits(features, kernel, bias) -> Float[Array, "block examples"]:
+    """The logits of a block of classes, one contiguous row per class: what the counting reads."""
+    without_bias = all_logits(kernel, features, jnp.zeros(len(features), bias.dtype))
+    return without_bias + bias[:, None]
+
+
 def _block_stats(features, labels, start, kernel, bias) -> tuple[Array, ...]:
-    """On one device: the true, largest and smallest logit, its class, and the rest of the softmax's sum."""
-    logits = all_logits(features, kernel, bias)
-    class_ids = start + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    largest = jnp.max(logits, axis=1)
-    prediction = jnp.argmax(logits, axis=1).astype(jnp.int32) + start
-    true = jnp.max(logits, axis=1, where=class_ids == labels[:, None], initial=-jnp.inf)
-    smallest = jnp.min(logits, axis=1, where=logits > -jnp.inf, initial=jnp.inf)
+    """On one device: the true and the largest false logit, the smallest, the predicted class, the rest of the sum.
+
+    Class by class: XLA's own reductions along the first axis jump through memory, and take three times as long.
+    """
+    logits = _block_logits(features, kernel, bias)
+    lowest = jnp.full(len(labels), -jnp.inf, logits.dtype)
+
+    def compare(i, found):
+        true, largest_false, smallest, largest, prediction = found
+        row, class_id = logits[i], start + i
+        is_true = labels == class_id
+        return (
+            jnp.where(is_true, row, true),
+            jnp.where(is_true, largest_false, jnp.maximum(largest_false, row)),
+            jnp.where(row > -jnp.inf, jnp.minimum(smallest, row), smallest),
+            jnp.maximum(largest, row),
+            jnp.where(row > largest, class_id, prediction),
+        )
+
+    first = (lowest, lowest, -lowest, lowest, jnp.full(len(labels), start))
+    true, largest_false, smallest, largest, prediction = lax.fori_loop(0, len(kernel), compare, first)
     reference = jnp.where(largest > -jnp.inf, largest, 0.0)  # a block of padding alone
-    exps = jnp.exp(logits - reference[:, None])
-    rest = jnp.sum(exps, axis=1, where=class_ids != prediction[:, None])
-    return true, largest, smallest, prediction, rest
+
+    def add(i, rest):
+        return rest + jnp.where(start + i == prediction, 0.0, jnp.exp(logits[i] - reference))
+
+    rest = lax.fori_loop(0, len(kernel), add, jnp.zeros_like(lowest))
+    return true, largest_false, smallest, prediction, rest
 
 
 def _count_block(features, labels, normalizers, start, kernel, bias, first, end, thresholds):
-    """On one device: counts of the examples ``first`` to ``end``, whose classes the block has; and its false logits."""
-    columns = all_logits(features, kernel, bias).T  # one contiguous row per class: what the counting reads
+    """On one device: counts for the examples ``first`` to ``end``, whose classes the block has; and all its logits."""
+    logits = _block_logits(features, kernel, bias)
     largest, log_normalizer = normalizers
 
     def count_example(i, counts):
-        logits = columns[labels[i] - start]
-        log_probs = (logits - largest) - log_normalizer
-        is_positive = labels == labels[i]
-        own = [
-            count for scores in (logits, log_probs) for count in count_passing(scores, scores[i], is_positive)
-        ]
+        row = logits[labels[i] - start]
+        log_probs = (row - largest) - log_normalizer
+        own = [jnp.sum(scores >= scores[i], dtype=jnp.int32) for scores in (row, log_probs)]
         return tuple(total.at[i].set(count) for total, count in zip(counts, own, strict=True))
 
     zeros = jnp.zeros(len(labels), jnp.int32)
-    own_counts = jnp.stack(lax.fori_loop(first, end, count_example, (zeros,) * 4))
-    class_ids = start + lax.broadcasted_iota(jnp.int32, columns.shape, 0)
-    is_true = class_ids == labels[None, :]
+    own_counts = jnp.stack(lax.fori_loop(first, end, count_example, (zeros, zeros)))
 
     def count_threshold(threshold):
-        return jax.vmap(count_passing)(columns, threshold, is_true)
+        return jnp.sum(logits >= threshold[:, None], axis=1, dtype=jnp.int32)
 
-    passing, positives = lax.map(count_threshold, thresholds.T)
-    class_counts = jnp.stack([passing.T, positives.T], axis=1)
-    return own_counts, class_counts, jnp.where(is_true, -jnp.inf, columns)
+    return own_counts, lax.map(count_threshold, thresholds.T).T, logits

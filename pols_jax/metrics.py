@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pols_jax.checks import check_logits_and_labels
 
@@ -240,33 +240,6 @@ def _count_all(scores, labels, *, compare) -> Counts:
     examples, positives = (zeros.at[order].set(values) for values in sorted_counts)
     class_sizes = jax.ops.segment_sum(jnp.ones_like(labels), labels, num_classes)
     return Counts(labels, own_scores, examples, positives, class_sizes)
-
-
-def count_passing(
-    scores: Float[Array, " examples"],
-    threshold: Float[Array, ""],
-    is_positive: Bool[Array, " examples"],
-) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """Counts the examples, and the positives among them, whose score of one class passes a threshold.
-
-    Args:
-      scores: The scores of all examples for one class, shape ``[n]``.
-      threshold: The threshold, shape ``[]``.
-      is_positive: Which examples belong to the class, shape ``[n]``.
-
-    Returns:
-      The two counts, shape ``[]``.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> examples, positives = count_passing(
-      ...     jnp.array([0.9, 0.7, 0.1]), jnp.array(0.5), jnp.array([True, False, True])
-      ... )
-      >>> int(examples), int(positives)
-      (2, 1)
-    """
-    passes = scores >= threshold
-    return jnp.sum(passes, dtype=jnp.int32), jnp.sum(passes & is_positive, dtype=jnp.int32)
 
 
 def _precision_at_recall(counts: Counts, recall):

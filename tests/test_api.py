@@ -70,7 +70,6 @@ ARRAYS = {
         "name",
         "num_classes",
     ),  # the one thing that a factory makes something of: make_loss(name), prior_bias(k)
-    *("threshold", "is_positive"),  # of count_passing
     *("z", "s", "batch"),  # the statistics that a formula is written in, in the place of its arrays
 }
 
