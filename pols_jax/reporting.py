@@ -75,6 +75,8 @@ def tables(experiments: Experiments, benchmarks: Benchmarks) -> dict[str, Callab
     for name, record in experiments.items():
         available[name] = lambda record=record: results_tables.full_table(record)
         available[f"{name}_short"] = lambda record=record: results_tables.short_table(record)
+    if set(results_tables.CJK) <= set(experiments):
+        available["cjk_short"] = lambda: results_tables.short_table(_cjk(experiments))
     for name, study in results_tables.STUDIES.items():
         available[f"study_{name}"] = lambda study=study: results_tables.study_table(study, experiments)
     for name, record in benchmarks.items():
@@ -96,6 +98,9 @@ def figures(experiments: Experiments, benchmarks: Benchmarks) -> dict[str, Calla
         available["by_classes"] = lambda: results_figures.classes_figure(experiments)
     if "glyphs" in experiments:
         available["glyph_logits"] = lambda: results_figures.logits_figure(experiments["glyphs"], _QUICKSTART)
+    if set(results_tables.CJK) <= set(experiments):
+        available["cjk_errors"] = lambda: results_figures.errors_figure(_cjk(experiments))
+        available["cjk_logits"] = lambda: results_figures.logits_figure(experiments["cjk"], _QUICKSTART)
     for name, study in results_tables.STUDIES.items():
         if set(study.records) <= set(experiments):
             available[f"study_{name}"] = lambda study=study: results_figures.study_figure(study, experiments)
@@ -181,6 +186,10 @@ def save_svg(figure: Figure, path: Path) -> None:
     # Lines end without blanks, as editors and git want them.
     lines = path.read_text(encoding="utf-8").splitlines()
     path.write_text("\n".join(line.rstrip() for line in lines) + "\n", encoding="utf-8")
+
+
+def _cjk(experiments: Experiments) -> Mapping[str, Any]:
+    return results_tables.joined([experiments[name] for name in results_tables.CJK])
 
 
 def _without_title(sheet: speed_tables.Sheet) -> str:

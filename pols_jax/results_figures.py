@@ -37,6 +37,37 @@ def logits_figure(record: Record, losses: Sequence[str]) -> Figure:
     return figure
 
 
+def errors_figure(record: Record) -> Figure:
+    """Draws what one logit and all logits of each loss miss on the test split, one line per loss."""
+    errors = errors_by_loss(record, tuple(LOSSES))
+    figure = Figure(figsize=(8, 0.8 + 0.42 * len(errors)), layout="constrained")
+    axes = figure.subplots()
+    for place, (loss, (one, every)) in enumerate(errors.items()):
+        style = _style(loss)
+        axes.plot([every, one], [place, place], color=style["color"], linestyle=style["linestyle"])
+        axes.plot(one, place, color=style["color"], marker="o", markersize=9, linestyle="")
+        axes.plot(
+            every,
+            place,
+            color=style["color"],
+            marker="o",
+            markersize=9,
+            markerfacecolor="white",
+            linestyle="",
+        )
+        axes.annotate(f"{one:.3f}", (one, place), (8, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.plot([], [], "ko", markersize=7, label="one logit")
+    axes.plot([], [], "ko", markersize=7, markerfacecolor="white", label="all logits")
+    largest = max(max(pair) for pair in errors.values())
+    axes.set(xlabel="1-AUPRC on the test split; smaller is better", xlim=(0, 1.15 * largest))
+    axes.set_yticks(range(len(errors)), list(errors))
+    axes.invert_yaxis()
+    axes.margins(y=0.2)
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
 def classes_figure(records: Mapping[str, Record]) -> Figure:
     """Draws the error of one logit, and what the aligned losses win, against the number of classes."""
     chosen = [records[name] for name in BY_CLASSES]

@@ -52,6 +52,9 @@ STUDIES: Mapping[str, Study] = {
 BY_CLASSES = ("glyphs_10", "glyphs_100", "glyphs_1000", "glyphs")
 """Records of drawn characters that differ in the number of classes alone."""
 
+CJK = ("cjk", "cjk_nce")
+"""Records of the 42,174 Chinese, Japanese and Korean characters; NCE needs another optimizer than the other losses."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Point:
@@ -142,6 +145,16 @@ def short_table(record: Record, losses: Sequence[str] = tuple(LOSSES)) -> str:
         ],
         rows,
     )
+
+
+def joined(records: Sequence[Record]) -> Record:
+    """The runs of several experiments on the same data, as if they were one.
+
+    Examples:
+      >>> joined([{"runs": ["a"]}, {"runs": ["b", "c"]}])
+      {'runs': ['a', 'b', 'c']}
+    """
+    return {"runs": [run for record in records for run in record["runs"]]}
 
 
 def common_losses(records: Sequence[Record]) -> list[str]:

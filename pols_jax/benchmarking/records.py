@@ -29,7 +29,7 @@ class Record:
     """The record of one run of a benchmark.
 
     Attributes:
-      benchmark: Which one: logits, losses or metrics.
+      benchmark: Which one: logits, losses, metrics, large_k or training.
       settings: What was asked for.
       environment: Command, versions, device, host and commit, see `describe_environment`.
       measurements: What was measured so far.

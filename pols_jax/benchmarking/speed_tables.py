@@ -75,6 +75,7 @@ def sheets(record: Record) -> list[Sheet]:
         "losses": _loss_sheets,
         "metrics": _metric_sheets,
         "large_k": _large_k_sheets,
+        "training": _training_sheets,
     }
     return makers[record.benchmark](record)
 
@@ -301,6 +302,20 @@ def _large_k_sheets(record: Record) -> list[Sheet]:
     ]
     title = f"A step of momentum on the output layer with batch cross-entropy{_sizes(momentum)}"
     return [losses, steps, Sheet(title, ["k", "ms", "memory beyond parameters and momentum"], rows)]
+
+
+def _training_sheets(record: Record) -> list[Sheet]:
+    by_hand = record.find("hand_written_scan")
+    rows = [
+        [
+            m.variant.replace("_", " "),
+            f"{1e3 * int(m.case['steps']) / m.median_ms:,.0f}",
+            _number(None if by_hand is None else ratio(by_hand, m)),
+        ]
+        for m in record.measurements
+    ]
+    title = "Training the MLP on images that the device holds"
+    return [Sheet(title, ["", "steps per second", "of the hand-written scan"], rows)]
 
 
 def _sizes(measurements: Sequence[Measurement]) -> str:

@@ -1,21 +1,29 @@
 """Does training cost more than its steps? `Trainer` against a scan of the same step that one would write by hand.
 
-    python -m pols_jax.benchmarking.training_speed
+    python -m pols_jax.benchmarking.training_speed results/speed_training.json
 
 The paper's MLP on images of MNIST's size, held by the device. One dispatch of `Trainer` and one call of the scan do the
 same number of steps, in turn, in one process.
 """
+
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pols_jax.benchmarking.records import Record, Recorder, describe_environment
+from pols_jax.benchmarking.speed_tables import print_sheets, sheets
 from pols_jax.benchmarking.timing import Variant, measure
 from pols_jax.config import RunConfig
 from pols_jax.data import ArraySplit, Dataset, sample_batch
 from pols_jax.learning import Learner, train_step
 from pols_jax.trainer import Trainer
+
+# Steps per call: about a second of work on two cores, as in a real run.
+_STEPS = 200
 
 
 def random_dataset(num_examples: int) -> Dataset:
@@ -62,17 +70,25 @@ def training_variants(config: RunConfig, dataset: Dataset, *, steps: int) -> lis
         states["scan"], totals = scan(states["scan"], images, labels)
         return totals
 
-    return [Variant("trainer", by_trainer), Variant("hand_written_scan", by_scan)]
+    case = {"steps": steps, "batch_size": config.batch_size}
+    return [Variant("trainer", by_trainer, case), Variant("hand_written_scan", by_scan, case)]
 
 
-def main(*, steps: int = 200, repetitions: int = 41) -> None:
-    """Measures and prints steps per second, and their ratio."""
+def main() -> None:
+    """Measures, writes the record and prints its table."""
+    command = ("python", "-m", "pols_jax.benchmarking.training_speed", *sys.argv[1:])
+    environment = describe_environment(jax.devices()[:1], command=command)
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     config = RunConfig(optimizer="momentum", schedule="constant", learning_rate=0.1, batch_size=128)
-    variants = training_variants(config, random_dataset(60_000), steps=steps)
-    ours, theirs = (steps / m.median_ms * 1e3 for m in measure(variants, repetitions=repetitions))
-    print(f"trainer            {ours:8.1f} steps/s")
-    print(f"hand-written scan  {theirs:8.1f} steps/s")
-    print(f"ratio              {ours / theirs:8.3f}")
+    with Recorder(Record("training", {}, environment), path) as recorder:
+        variants = training_variants(config, random_dataset(60_000), steps=_STEPS)
+        measure(
+            variants,
+            repetitions=41,
+            measurements=recorder.record.measurements,
+            after_round=recorder.save_now_and_then,
+        )
+    print_sheets(sheets(recorder.record))
 
 
 if __name__ == "__main__":
