@@ -105,7 +105,7 @@ def figures(experiments: Experiments, benchmarks: Benchmarks) -> dict[str, Calla
         if set(study.records) <= set(experiments):
             available[f"study_{name}"] = lambda study=study: results_figures.study_figure(study, experiments)
     for name, record in benchmarks.items():
-        if record.benchmark == "logits" and len(record.values("num_classes")) > 1:
+        if record.find("all_logits") and len(record.values("num_classes")) > 1:
             (batch_size,) = record.values("batch_size")
             available[f"{name}_speed_up"] = lambda r=record, m=batch_size: (
                 speed_figures.speed_up_against_classes(r, m)

@@ -44,6 +44,14 @@ def test_a_run_writes_record_tables_and_figures_and_the_record_gives_the_same_ta
     assert (tmp_path / "again.md").read_text() == (tmp_path / "speed.md").read_text()
 
 
+def test_only_the_programs_that_are_asked_for_are_timed(monkeypatch, tmp_path):
+    outputs = ["--json", tmp_path / "speed.json", "--figures", tmp_path / "figures"]
+    assert run(monkeypatch, *SMALL, "--programs", "backbone", "one_logit", *outputs) == 0
+    record = Record.load(tmp_path / "speed.json")
+    timed = [(m.variant, m.case.get("num_classes")) for m in record.measurements]
+    assert timed == [("backbone", None), ("one_logit", 1), ("one_logit", 1013)]
+
+
 def test_the_losses_are_compared_with_optax_and_the_authors_form(monkeypatch, capsys):
     assert run(monkeypatch, "losses", "--batch-size", 4, "--classes", 64, "--repetitions", 2) == 0
     printed = capsys.readouterr().out

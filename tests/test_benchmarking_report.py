@@ -2,6 +2,7 @@
 
 import io
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -11,6 +12,7 @@ from pols_jax.benchmarking.speed_figures import draw_speed
 from pols_jax.benchmarking.speed_tables import (
     PAPER_SPEED_UPS,
     PAPER_TABLE_3,
+    median_interval,
     print_sheets,
     ratio,
     sheets,
@@ -65,10 +67,21 @@ def test_the_table_of_a_network_has_our_times_the_speed_up_its_limit_and_the_pap
 def test_the_summary_says_how_near_one_logit_is_to_the_backbone_alone():
     _, summary = sheets(a_record())
     row = dict(zip(summary.headings, summary.rows[0], strict=True))
-    assert row["one logit / backbone"] == "1.010"
+    assert row["one logit / backbone"] == "1.010 (1.010 to 1.010)"  # the same in every round
     assert row["max / min over k"] == "1.000"
     assert row["of the limit"] == "99.0%"
     assert row["PyTorch head / ours"] == "x2.00"
+
+
+def test_the_interval_of_a_median_holds_it_in_about_95_of_100_runs():
+    rng = np.random.default_rng(0)
+    ones = Measurement("ones", {}, None, [1.0] * 50)
+    holds = 0
+    for _ in range(1000):
+        times = np.exp(rng.normal(0, 0.1, 50)).tolist()  # their true median is 1
+        low, high = median_interval(Measurement("times", {}, None, times), ones)
+        holds += low <= 1 <= high
+    assert 935 <= holds <= 985
 
 
 def test_several_devices_show_their_throughput_in_all_and_each():

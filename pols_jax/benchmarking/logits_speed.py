@@ -61,6 +61,8 @@ def _run_network(network, batch_size, settings, recorder, say):
                 case={**bench.case, "num_classes": num_classes},
                 platform=bench.devices[0].platform,
             )
+    if settings.programs:
+        variants = [variant for variant in variants if variant.name in settings.programs]
     recorder.record.skipped.extend(bench.skipped)
     for skipped in bench.skipped:
         say(f"{title}: {skipped['case']['num_classes']:,} classes left out, {skipped['reason']}")

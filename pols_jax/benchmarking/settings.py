@@ -11,6 +11,8 @@ from pols_jax.checks import unknown_name
 from pols_jax.config import ConfigError
 from pols_jax.models import MODELS
 
+Program = Literal["backbone", "all_logits", "one_logit", "head_all_logits", "head_one_logit"]
+
 PAPER_NETWORKS = ("alexnet", "vgg16", "inception_v3", "resnet50", "resnet101")
 """The networks of the paper's Table 3."""
 
@@ -56,6 +58,8 @@ class LogitsSettings(Settings):
       classes: The numbers of classes to measure.
       batch_size: How many images one call is given; several sizes are measured one after the other.
       batches: How many calls are timed.
+      programs: Which programs are timed; all of them by default. Rounds of few programs are short and many, and show small
+        differences.
       dtype: What to compute in.
       num_devices: How many devices work at the same time, each on a batch of its own.
     """
@@ -65,6 +69,7 @@ class LogitsSettings(Settings):
     classes: tuple[int, ...] = ()
     batch_size: tuple[int, ...] = ()
     batches: int | None = None
+    programs: tuple[Program, ...] = ()
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     num_devices: int = 1
 

@@ -32,7 +32,8 @@ def draw_speed(record: Record, directory: Path) -> list[Path]:
                 figures[f"time_{network}_batch_{batch_size}"] = time_against_classes(
                     record, network, batch_size
                 )
-        figures[f"speed_up_batch_{batch_size}"] = speed_up_against_classes(record, batch_size)
+        if record.find("all_logits", batch_size=batch_size):
+            figures[f"speed_up_batch_{batch_size}"] = speed_up_against_classes(record, batch_size)
     return [path for name, figure in figures.items() for path in save_figure(figure, directory / name)]
 
 

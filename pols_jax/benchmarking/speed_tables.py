@@ -5,6 +5,7 @@ is shown: a slow minute of the machine is in both and drops out.
 """
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -132,6 +133,23 @@ def ratio(slower: Measurement | None, faster: Measurement | None) -> float | Non
     return statistics.median(one / other for one, other in pairs)
 
 
+def median_interval(slower: Measurement, faster: Measurement) -> tuple[float, float]:
+    """Between which values the true median of `ratio` is, with 95 % confidence: two of the sorted ratios.
+
+    Half of all ratios are below the true median, so the number of measured ones below it is nearly always within one
+    square root of the half.
+
+    Examples:
+      >>> times = [1.0 + i / 100 for i in range(101)]
+      >>> median_interval(Measurement("a", {}, None, times), Measurement("b", {}, None, [1.0] * 101))
+      (1.4, 1.6)
+    """
+    ratios = sorted(one / other for one, other in zip(slower.times_ms, faster.times_ms, strict=False))
+    middle, reach = (len(ratios) - 1) / 2, 0.98 * math.sqrt(len(ratios))
+    first, last = max(0, math.floor(middle - reach)), min(len(ratios) - 1, math.ceil(middle + reach))
+    return ratios[first], ratios[last]
+
+
 def class_name(num_classes: int) -> str:
     """A number of classes as the paper writes it.
 
@@ -218,7 +236,7 @@ def _summary_rows(record: Record, case) -> list[list[str]]:
     speed_up, limit = ratio(everything, one), ratio(everything, backbone)
     head, peer = (record.find(name, **case, num_classes=k) for name in ("head_all_logits", "torch_linear"))
     cells = [
-        f"{ratio(one, backbone):.3f}",
+        _ratio_with_interval(one, backbone),
         f"{over_smallest:.3f}" if len(ones) > 1 else "",
         _times(speed_up),
         _times(limit),
@@ -335,6 +353,13 @@ def _time(measurement: Measurement | None, *, spread: bool = False) -> str:
 
 def _milliseconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.{1 if value >= 100 else 2 if value >= 1 else 3}f}"
+
+
+def _ratio_with_interval(slower: Measurement | None, faster: Measurement | None) -> str:
+    if slower is None or faster is None:
+        return ""
+    low, high = median_interval(slower, faster)
+    return f"{ratio(slower, faster):.3f} ({low:.3f} to {high:.3f})"
 
 
 def _times(value: float | None) -> str:
