@@ -295,13 +295,16 @@ def _histogram(ascending: Float[np.ndarray, " any"], bins: Float[np.ndarray, " e
 def _positives_passing(
     labels: Int[np.ndarray, " examples"], scores: Float[np.ndarray, " examples"]
 ) -> Int[np.ndarray, " examples"]:
-    """How many examples of its own class score at least as high as each example, for its class."""
+    """How many examples of its own class score at least as high as each example, for its class; NaN passes nothing."""
+    is_nan = np.isnan(scores)
+    scores = np.where(is_nan, -np.inf, scores)
     order = np.lexsort((scores, labels))
     labels, scores = labels[order], scores[order]
     starts_tie = np.r_[True, (labels[1:] != labels[:-1]) | (scores[1:] != scores[:-1])]
     first_of_tie = np.maximum.accumulate(np.where(starts_tie, np.arange(len(labels)), 0))
     positives = np.empty(len(labels), np.int32)
     positives[order] = np.searchsorted(labels, labels, side="right") - first_of_tie
+    positives[is_nan] = 0
     return positives
 
 

@@ -35,7 +35,7 @@ def average_precision(
     """Computes the area under the precision-recall curve of each class.
 
     Args:
-      scores: Scores, higher for more likely members, shape ``[n, k]``. Raw logits are fine.
+      scores: Scores, higher for more likely members, shape ``[n, k]``. Raw logits are fine. No threshold finds a NaN.
       labels: True classes in ``[0, k)``, integers, shape ``[n]``.
       interpolation: ``"step"`` is average precision, the sum of precision times gain in recall, as
         ``sklearn.metrics.average_precision_score``. ``"trapezoid"`` joins the points of the curve by straight lines, as
@@ -191,8 +191,12 @@ class Counts(NamedTuple):
     class_sizes: Int[Array, " classes"]
 
     def precision(self) -> Float[Array, " examples"]:
-        """The precision at each threshold; 1 where nothing passes, the start of the curve."""
-        return jnp.where(self.examples > 0, _ratio(self.positives, jnp.maximum(self.examples, 1)), 1.0)
+        """The precision at each threshold; 1 where nothing passes, the start of the curve.
+
+        It is 0 for an example whose score is NaN: no threshold finds that, and a diverged network must not look perfect.
+        """
+        precision = jnp.where(self.examples > 0, _ratio(self.positives, jnp.maximum(self.examples, 1)), 1.0)
+        return jnp.where(jnp.isnan(self.own_scores), 0.0, precision)
 
     def average_precision(self) -> Float[Array, " classes"]:
         """See `average_precision` in this module."""
@@ -251,7 +255,8 @@ def _precision_at_recall(counts: Counts, recall):
         jax.ops.segment_min(jnp.where(reaches, count, none), counts.labels, len(counts.class_sizes))
         for count in (counts.positives, counts.examples)
     )
-    return jnp.where(counts.class_sizes > 0, _ratio(positives, examples), jnp.nan)
+    precision = jnp.where(examples < none, _ratio(positives, examples), 0.0)  # 0: too many scores are NaN
+    return jnp.where(counts.class_sizes > 0, precision, jnp.nan)
 
 
 def _reaches(counts: Counts, recall):

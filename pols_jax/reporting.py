@@ -67,9 +67,7 @@ def tables(experiments: Experiments, benchmarks: Benchmarks) -> dict[str, Callab
     """
     available: dict[str, Callable[[], str]] = {
         "by_classes": lambda: results_tables.classes_table(experiments),
-        "commands": lambda: results_tables.commands_table(
-            {**experiments, **{name: {"environment": b.environment} for name, b in benchmarks.items()}}
-        ),
+        "commands": lambda: _commands(experiments, benchmarks),
         "quickstart": lambda: results_tables.short_table(experiments["glyphs"], _QUICKSTART),
     }
     for name, record in experiments.items():
@@ -186,6 +184,15 @@ def save_svg(figure: Figure, path: Path) -> None:
     # Lines end without blanks, as editors and git want them.
     lines = path.read_text(encoding="utf-8").splitlines()
     path.write_text("\n".join(line.rstrip() for line in lines) + "\n", encoding="utf-8")
+
+
+def _commands(experiments: Experiments, benchmarks: Benchmarks) -> str:
+    minutes = {name: record["training_minutes"] for name, record in experiments.items()}
+    commands = {name: record["environment"]["command"] for name, record in experiments.items()}
+    for name, record in benchmarks.items():
+        minutes[name] = sum(time for m in record.measurements for time in m.times_ms) / 60e3
+        commands[name] = record.environment["command"]
+    return results_tables.commands_table(minutes, commands)
 
 
 def _cjk(experiments: Experiments) -> Mapping[str, Any]:

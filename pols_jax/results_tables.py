@@ -229,18 +229,19 @@ def classes_table(records: Mapping[str, Record]) -> str:
     return markdown_table(headings, rows)
 
 
-def commands_table(records: Mapping[str, Record]) -> str:
-    """Which command made which record, and how long its training took."""
-    rows = []
-    for name, record in records.items():
-        environment = record["environment"]
-        rows.append(
-            [
-                f"`{name}.json`",
-                f"`python {environment['command'].removeprefix('python ')}`",
-                f"{record['training_minutes']:.0f} min" if "training_minutes" in record else "",
-            ]
-        )
+def commands_table(minutes: Mapping[str, float], commands: Mapping[str, str]) -> str:
+    """Which command made which record, and how many minutes of training or of timed calls that were.
+
+    Examples:
+      >>> print(commands_table({"glyphs": 1.6}, {"glyphs": "train.py --record results/glyphs.json"}))
+      | record | command | time |
+      | --- | --- | --- |
+      | `glyphs.json` | `python train.py --record results/glyphs.json` | 2 min |
+    """
+    rows = [
+        [f"`{name}.json`", f"`python {command.removeprefix('python ')}`", f"{max(1, minutes[name]):.0f} min"]
+        for name, command in commands.items()
+    ]
     return markdown_table(["record", "command", "time"], rows)
 
 

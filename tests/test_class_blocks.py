@@ -38,6 +38,20 @@ def reference():
     return features, labels, kernel, bias, dense_logits(features, kernel, bias)
 
 
+def test_logits_that_are_nan_are_found_by_no_threshold(reference):
+    features, labels, kernel, bias, _ = reference
+    kernel = kernel.copy()
+    kernel[labels[0]] = np.nan
+    logits = jnp.asarray(dense_logits(features, kernel, bias))
+    _, counts = measured(ScoredSplit(features, labels, kernel, bias, block_size=5))
+    one_logit = counts.one_logit
+    assert one_logit.average_precision()[labels[0]] == 0
+    expected = metrics.average_precision(logits, jnp.asarray(labels))
+    np.testing.assert_allclose(one_logit.average_precision(), expected, rtol=0, atol=1e-6)
+    expected = metrics.precision_at_recall(logits, jnp.asarray(labels), 0.9)
+    np.testing.assert_allclose(one_logit.precision_at_recall(0.9), expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 5, None])
 def test_every_count_is_that_of_the_full_array_of_logits(reference, block_size):
     features, labels, kernel, bias, logits = reference
