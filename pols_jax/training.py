@@ -82,7 +82,7 @@ class Outcome:
     Attributes:
       run_dir: Its directory.
       config: Its config.
-      status: ``finished``, or ``diverged`` if the loss was no longer finite.
+      status: ``finished``, or ``diverged`` if the loss, of training or of validation, was no longer finite.
       step: The last step.
       validation: What `Trainer.validate` measured last; empty if nothing was.
     """
@@ -186,6 +186,8 @@ class _Run:
                 is_last = step == self.config.steps
                 if step % self.config.evaluate_every == 0 or is_last:
                     validation = self.trainer.validate(state)
+                    if not np.isfinite(validation["loss"]):
+                        return self._diverged(step, log)
                     progress.validated(**{n: validation[n] for n in ("accuracy", "auprc", "violation_rate")})
                     self._log(log, step, sums, time.monotonic() - since, validation)
                     sums, since = np.zeros(4), time.monotonic()

@@ -162,6 +162,14 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_step_rate_and_last_good_che
         run_experiment(diverging, digits, tmp_path / "run", options=OPTIONS)
 
 
+def test_a_validation_loss_that_is_not_finite_ends_the_run_too(digits, tmp_path, monkeypatch):
+    validate = Trainer.validate
+    monkeypatch.setattr(Trainer, "validate", lambda *args: validate(*args) | {"loss": float("nan")})
+    outcome = fit(CONFIG, digits, tmp_path / "run", options=OPTIONS)
+    assert (outcome.status, outcome.validation) == ("diverged", {})
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
 def test_a_sweep_drops_diverged_rates_and_says_which_run_was_chosen_and_why(digits, tmp_path):
     experiment = dataclasses.replace(
         Experiment.of_run(CONFIG),
