@@ -64,7 +64,7 @@ def errors_figure(record: Record) -> Figure:
     axes.invert_yaxis()
     axes.margins(y=0.2)
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
     return figure
 
 
