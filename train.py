@@ -17,6 +17,7 @@ import jax
 import tyro
 
 from pols_jax import cli
+from pols_jax.benchmarking.records import describe_environment
 from pols_jax.checks import unknown_name
 from pols_jax.config import PRESETS, ConfigError, Experiment
 from pols_jax.data import load
@@ -102,12 +103,15 @@ def main() -> None:
     if flags.data_dir is not None:
         options["data_dir"] = flags.data_dir
     dataset = load(flags.experiment.dataset, **options)
+    environment = describe_environment(jax.local_devices())
     run_dir = flags.run_dir or Path("runs") / time.strftime(f"{dataset.name.split(':')[0]}-%Y%m%d-%H%M%S")
     outcomes = run_experiment(flags.experiment, dataset, run_dir, options=flags.options)
     if jax.process_count() > 1:
         return  # evaluation is a matter of one host: eval_slc.py
     if flags.record is not None:
-        record = write_experiment_record(flags.record, flags.experiment, dataset, outcomes, run_dir=run_dir)
+        record = write_experiment_record(
+            flags.record, flags.experiment, dataset, outcomes, run_dir=run_dir, environment=environment
+        )
         slc_table([run["test"] for run in record["runs"]])
     elif flags.evaluate:
         slc_table([evaluate(outcome.run_dir, dataset=dataset) for outcome in outcomes])

@@ -69,7 +69,9 @@ class SplitCounts(NamedTuple):
     histogram: Int[np.ndarray, " bins"]
 
     def violation_rate(self) -> float:
-        """The share of (true logit, false logit) pairs in the wrong order, as `principle.violation_rate`."""
+        """The share of (true logit, false logit) pairs in the wrong order; NaN if a true logit is NaN."""
+        if np.isnan(self.one_logit.own_scores).any():
+            return float("nan")
         num_examples, num_classes = len(self.false_passing), len(self.one_logit.class_sizes)
         return int(self.false_passing.sum()) / max(1, num_examples**2 * (num_classes - 1))
 
@@ -220,7 +222,9 @@ class ScoredSplit:
         np.add.at(positives, self.labels, is_passed)
         sorted_true = np.sort(stats.true)
         false_passing = np.empty(len(self.labels), np.int64)
-        false_passing[np.argsort(stats.true)] = ranking.passing - _at_or_above(sorted_true, sorted_true)
+        # Where the two passes round differently, a true logit may have been counted below itself.
+        counted = ranking.passing - _at_or_above(sorted_true, sorted_true)
+        false_passing[np.argsort(stats.true)] = np.maximum(counted, 0)
         histogram = ranking.histogram
         if bins is not None:
             histogram = histogram - _histogram(sorted_true, bins)
@@ -280,8 +284,9 @@ class _Ranking:
 
 
 def _at_or_above(ascending: Float[np.ndarray, " any"], thresholds: Float[np.ndarray, " any"]) -> np.ndarray:
-    """How many values are at least each threshold."""
-    return len(ascending) - np.searchsorted(ascending, thresholds)
+    """How many values are at least each threshold. NaN passes none, and none passes NaN."""
+    numbers = np.searchsorted(ascending, np.nan)  # NaN is sorted to the end
+    return numbers - np.searchsorted(ascending[:numbers], thresholds)
 
 
 def _histogram(ascending: Float[np.ndarray, " any"], bins: Float[np.ndarray, " edges"]) -> np.ndarray:
@@ -317,7 +322,8 @@ def _on_devices(function: Callable, devices: tuple[Any, ...]) -> Callable:
 def _block_logits(features, kernel, bias) -> Float[Array, "block examples"]:
     """The logits of a block of classes, one contiguous row per class: what the counting reads."""
     without_bias = all_logits(kernel, features, jnp.zeros(len(features), bias.dtype))
-    return without_bias + bias[:, None]
+    # A padding class stays at -inf even where a feature is not finite.
+    return jnp.where(jnp.isneginf(bias)[:, None], -jnp.inf, without_bias + bias[:, None])
 
 
 def _block_stats(features, labels, start, kernel, bias) -> tuple[Array, ...]:

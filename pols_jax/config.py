@@ -402,7 +402,10 @@ PRESETS: Mapping[str, Preset] = {
         "from Debian's fonts-noto-cjk and fonts-noto-cjk-extra; an MLP and three losses. About 14 minutes a loss on one core, and "
         "4 to measure it; 1-AUPRC of one logit 0.510 for cross-entropy, 0.241 for self-normalisation, 0.204 for batch cross-entropy.",
         Experiment(
-            loss=("cross_entropy", "self_normalization", "batch_cross_entropy"),
+            loss=(
+                *("cross_entropy", "self_normalization", "noise_contrastive_estimation"),
+                "batch_cross_entropy",
+            ),
             fonts=("/usr/share/fonts/opentype/noto/Noto*CJK-*.ttc",),
             characters="2E80-9FFF,AC00-D7A3,F900-FAFF,20000-2FA1F",
             image_size=28,
@@ -417,12 +420,15 @@ PRESETS: Mapping[str, Preset] = {
             test_faces=("Noto Sans CJK JP Medium", "Noto Serif CJK JP Bold"),
             augment=False,
             hidden_sizes=(1024, 128),
+            optimizer="momentum",
+            learning_rate=(0.3, 1.0),
             alpha=(0.01, 0.1),
             num_noise=(10_000,),
             choose_by="auprc",
-            sweep_steps=500,
-            steps=2_500,
-            evaluate_every=1_250,
+            batch_size=64,
+            sweep_steps=1_500,
+            steps=10_000,
+            evaluate_every=2_500,
         ),
     ),
     "imagenet": Preset(

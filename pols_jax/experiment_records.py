@@ -4,14 +4,12 @@ A record holds the command, the settings, the data, the software and the machine
 validation split, and for each trained run what it measured there and on the test split.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from pols_jax.benchmarking.records import describe_environment
 from pols_jax.config import Experiment
 from pols_jax.data import Dataset
 from pols_jax.evaluation import evaluate
@@ -31,6 +29,7 @@ def write_experiment_record(
     outcomes: Sequence[Outcome],
     *,
     run_dir: str | Path,
+    environment: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Evaluates the trained runs of an experiment on the test split, and writes its record.
 
@@ -40,27 +39,32 @@ def write_experiment_record(
       dataset: The data it was trained on.
       outcomes: The trained runs, as `pols_jax.experiments.run_experiment` returns them.
       run_dir: The directory of the experiment.
+      environment: What `pols_jax.benchmarking.records.describe_environment` said before training began.
 
     Returns:
       The record.
 
     Examples:
       >>> import tempfile
+      >>> import jax
+      >>> from pols_jax.benchmarking.records import describe_environment
       >>> from pols_jax.data import load
       >>> from pols_jax.experiments import run_experiment
       >>> from pols_jax.training import RunOptions
       >>> experiment = Experiment(loss=("max_margin",), width=0.1, characters="0030-0039", batch_size=32, steps=2)
       >>> dataset = load("glyphs", **experiment.options())
       >>> with tempfile.TemporaryDirectory() as folder:
+      ...     environment = describe_environment(jax.local_devices())
       ...     outcomes = run_experiment(experiment, dataset, folder, options=RunOptions(quiet=True))
+      ...     path = Path(folder) / "record.json"
       ...     record = write_experiment_record(
-      ...         Path(folder) / "record.json", experiment, dataset, outcomes, run_dir=folder
+      ...         path, experiment, dataset, outcomes, run_dir=folder, environment=environment
       ...     )
       >>> sorted(record)
       ['data', 'environment', 'experiment', 'num_classes', 'runs', 'sweep', 'training_minutes']
     """
     record = {
-        "environment": describe_environment(jax.local_devices()),
+        "environment": dict(environment),
         "experiment": experiment.to_json(),
         "num_classes": dataset.num_classes,
         "data": dataset.provenance,

@@ -61,7 +61,7 @@ def run_experiment(
     _check_folders(folders, dataset)
     if len(folders) > 1:
         _write_experiment(experiment, run_dir)
-    on_nan = options.on_nan or ("skip-run" if is_sweep else "stop")
+    on_nan = options.on_nan or ("skip-run" if experiment.is_sweep() else "stop")
     outcomes = []
     for folder, config in folders.items():
         outcome = fit(config, dataset, folder, options=options)
@@ -87,6 +87,7 @@ def _after_short_sweep(
     assert experiment.sweep_steps is not None
     short = dataclasses.replace(experiment, loss=several, steps=experiment.sweep_steps, sweep_steps=None)
     _check_folders(run_folders(short, run_dir / "sweep"), dataset)
+    _check_folders({run_dir / loss: _saved_or_first(runs, run_dir / loss) for loss in several}, dataset)
     _write_experiment(experiment, run_dir)
     chosen = [
         outcome.config for outcome in run_experiment(short, dataset, run_dir / "sweep", options=options)
@@ -97,6 +98,16 @@ def _after_short_sweep(
         run_dir / run.loss: dataclasses.replace(run, steps=experiment.steps)
         for run in sorted([*single, *chosen], key=lambda run: order.index(run.loss))
     }
+
+
+def _saved_or_first(runs: Sequence[RunConfig], folder: Path) -> RunConfig:
+    """Of the runs of the loss that the folder is named after, the one most like what the folder holds; or the first."""
+    candidates = [run for run in runs if run.loss == folder.name]
+    saved = read_config(folder)
+    if saved is None:
+        return candidates[0]
+    in_folder = RunConfig.from_json(saved["config"])
+    return min(candidates, key=lambda run: len(run.differences(in_folder)))
 
 
 def _check_folders(folders: Mapping[Path, RunConfig], dataset: Dataset) -> None:

@@ -96,7 +96,8 @@ def threshold_at_recall(
       recall: The wanted recall, in (0, 1].
 
     Returns:
-      One threshold per class, shape ``[k]``: the score of one of its examples; NaN for a class without examples.
+      One threshold per class, shape ``[k]``: the score of one of its examples; NaN for a class without examples,
+      and where too many scores are NaN.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -106,9 +107,11 @@ def threshold_at_recall(
     """
     _check_recall(recall)
     counts = _counts(scores, labels)
-    candidates = jnp.where(_reaches(counts, recall), counts.own_scores, -jnp.inf)
-    thresholds = jax.ops.segment_max(candidates, counts.labels, len(counts.class_sizes))
-    return jnp.where(counts.class_sizes > 0, thresholds, jnp.nan)
+    reaches, num_classes = _reaches(counts, recall), len(counts.class_sizes)
+    candidates = jnp.where(reaches, counts.own_scores, -jnp.inf)
+    thresholds = jax.ops.segment_max(candidates, counts.labels, num_classes)
+    is_reached = jax.ops.segment_max(reaches.astype(jnp.int32), counts.labels, num_classes) > 0
+    return jnp.where(is_reached, thresholds, jnp.nan)
 
 
 def slc_metrics(

@@ -39,7 +39,7 @@ def read_records(directory: str | Path) -> tuple[Experiments, Benchmarks]:
       The records of ``train.py --record``, and those of benchmarks.
 
     Raises:
-      ConfigError: if there is none.
+      ConfigError: if there is none, or one of a benchmark that was stopped.
 
     Examples:
       >>> read_records("no/such/directory")
@@ -51,6 +51,8 @@ def read_records(directory: str | Path) -> tuple[Experiments, Benchmarks]:
         record = json.loads(path.read_text(encoding="utf-8"))
         if "benchmark" in record:
             benchmarks[path.stem] = Record.load(path)
+            if not benchmarks[path.stem].finished:
+                raise ConfigError(f"The benchmark of {path} was stopped before its end; run it again.")
         else:
             experiments[path.stem] = record
     if not experiments and not benchmarks:
@@ -104,13 +106,16 @@ def figures(experiments: Experiments, benchmarks: Benchmarks) -> dict[str, Calla
             available[f"study_{name}"] = lambda study=study: results_figures.study_figure(study, experiments)
     for name, record in benchmarks.items():
         if record.find("all_logits") and len(record.values("num_classes")) > 1:
-            (batch_size,) = record.values("batch_size")
-            available[f"{name}_speed_up"] = lambda r=record, m=batch_size: (
-                speed_figures.speed_up_against_classes(r, m)
-            )
-            available[f"{name}_time"] = lambda r=record, m=batch_size: speed_figures.time_against_classes(
-                r, "resnet50", m
-            )
+            networks, batch_sizes = record.values("network"), record.values("batch_size")
+            network = "inception_v3" if "inception_v3" in networks else networks[0]  # the paper's Figure 1
+            for size in batch_sizes:
+                figure = f"{name}_{size}" if len(batch_sizes) > 1 else name
+                available[f"{figure}_speed_up"] = lambda r=record, m=size: (
+                    speed_figures.speed_up_against_classes(r, m)
+                )
+                available[f"{figure}_time"] = lambda r=record, m=size, n=network: (
+                    speed_figures.time_against_classes(r, n, m)
+                )
     return available
 
 
@@ -206,7 +211,8 @@ def _without_title(sheet: speed_tables.Sheet) -> str:
 def main() -> None:
     """``python -m pols_jax.reporting results/``: rebuilds every table and figure of README and docs."""
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python -m pols_jax.reporting results/")
+        print("usage: python -m pols_jax.reporting results/", file=sys.stderr)
+        sys.exit(2)
     results = Path(sys.argv[1])
     try:
         changed = rebuild(results, results.absolute().parent)

@@ -9,12 +9,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pols_jax.config import RunConfig
 from pols_jax.losses import ALIGNED, LOSSES
 from pols_jax.slc_tables import conclusions, markdown_table, mean_improvement, slc_rows, sort_by_loss
-from pols_jax.training import choices_text
 
 Record = Mapping[str, Any]
+
+# What a sweep may vary.
+_SETTINGS = ("learning_rate", "margin", "alpha", "num_noise", "noise")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,9 +215,7 @@ def classes_table(records: Mapping[str, Record]) -> str:
     rows = []
     for record in chosen:
         errors = errors_by_loss(record, losses)
-        (improvement,) = mean_improvement({loss: [one] for loss, (one, _) in errors.items()}) or (
-            float("nan"),
-        )
+        improvement = one_logit_improvement(errors)
         rows.append(
             [
                 f"{record['num_classes']:,}",
@@ -260,8 +259,10 @@ def _chosen(record: Record) -> str:
     )
     if record["sweep"] is None:
         return how
-    chosen = [
-        f"{run['config']['loss']} {', '.join(choices_text(RunConfig.from_json(run['config']), separator=' '))}"
-        for run in record["runs"]
-    ]
+    chosen = []
+    for loss, tried in record["sweep"].items():
+        varied = [name for name in _SETTINGS if len({run.get(name) for run in tried["runs"]}) > 1]
+        best = next((run for run in tried["runs"] if run["run"] == tried["chosen"]), None)
+        if best is not None and varied:
+            chosen.append(f"{loss} {', '.join(f'{name.replace('_', ' ')} {best[name]}' for name in varied)}")
     return f"{how} Chosen on the validation split: {'; '.join(chosen)}."

@@ -245,8 +245,7 @@ def slc_rows(records: Sequence[Record]) -> list[Row]:
             rows[-1] = dataclasses.replace(rows[-1], ends_section=True)
     if improvement := mean_improvement({record["loss"]: _errors(record["slc"]) for record in records}):
         rows.append(Row("mean relative improvement", improvement, is_percentage=True))
-        quoted = paper_results.ONE_LOGIT.get(records[0]["dataset"], {})
-        if in_paper := mean_improvement(quoted):
+        if in_paper := paper_results.IMPROVEMENT.get(records[0]["dataset"]):
             rows.append(Row("  in the paper", in_paper, is_quoted=True, is_percentage=True))
     return rows
 

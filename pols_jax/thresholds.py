@@ -143,7 +143,7 @@ class Thresholds:
     def shared(self, rule: Rule) -> float:
         """The one threshold for all classes, by all true and false logits together; NaN if none satisfies the rule."""
         # How many true logits are at least as large as each.
-        ascending = np.sort(self.logits)
+        ascending = np.sort(self.logits[~np.isnan(self.logits)])
         positives = len(ascending) - np.searchsorted(ascending, self.logits)
         passing = positives + self.false_passing
         (threshold,) = _choose(rule, np.zeros_like(self.labels), self.logits, passing, positives, 1)
@@ -200,6 +200,8 @@ def _choose(rule: Rule, labels, logits, passing, positives, num_classes) -> Floa
     if rule.kind == "value":
         return np.full(num_classes, rule.value, np.float32)
     class_sizes = np.bincount(labels, minlength=num_classes)
+    is_found = positives > 0  # a logit that is NaN passes nothing, itself included
+    labels, logits, passing, positives = (a[is_found] for a in (labels, logits, passing, positives))
     precision, recall = positives / passing, positives / class_sizes[labels]
     if rule.kind == "recall":
         satisfies, rank = recall >= rule.value, logits

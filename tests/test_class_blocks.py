@@ -52,6 +52,21 @@ def test_logits_that_are_nan_are_found_by_no_threshold(reference):
     np.testing.assert_allclose(one_logit.precision_at_recall(0.9), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("block_size", [2, None])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_features_that_are_not_finite_are_counted_in_no_pair(reference, value, block_size):
+    features, labels, kernel, bias, _ = reference
+    features = features.copy()
+    features[3] = value  # its logits are NaN, or infinite of either sign
+    logits = dense_logits(features, kernel, bias)
+    scored = ScoredSplit(features, labels, kernel, bias, block_size=block_size)
+    _, counts = measured(scored)
+    is_true = labels[:, None] == np.arange(len(kernel))
+    true, false = logits[is_true][scored.order], logits[~is_true]
+    np.testing.assert_array_equal(counts.false_passing, (false[:, None] >= true).sum(axis=0))
+    assert np.isnan(counts.violation_rate()) == np.isnan(true).any()
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 5, None])
 def test_every_count_is_that_of_the_full_array_of_logits(reference, block_size):
     features, labels, kernel, bias, logits = reference

@@ -177,16 +177,12 @@ def test_slc_metrics_are_the_means_over_the_classes_that_have_examples(make_prob
 def test_a_score_that_is_nan_is_found_by_no_threshold():
     labels = jnp.array([0, 0, 1, 1])
     everything = slc_metrics(jnp.full((4, 2), jnp.nan), labels)
-    assert [float(everything[name]) for name in ("auprc", "precision_at_0.9", "precision_at_0.99")] == [
-        0,
-        0,
-        0,
-    ]
+    assert {float(everything[name]) for name in ("auprc", "precision_at_0.9", "precision_at_0.99")} == {0.0}
     scores = jnp.array([[3.0, 0.0], [jnp.nan, 0.0], [0.0, 3.0], [0.0, 2.0]])
-    np.testing.assert_allclose(
-        average_precision(scores, labels), [0.5, 1.0]
-    )  # half of class 0 is never found
+    # half of class 0 is never found
+    np.testing.assert_allclose(average_precision(scores, labels), [0.5, 1.0])
     np.testing.assert_allclose(precision_at_recall(scores, labels, 0.9), [0.0, 1.0])
+    np.testing.assert_allclose(threshold_at_recall(scores, labels, 0.9), [np.nan, 2.0])
 
 
 def test_no_example_of_any_class_gives_nan_and_counts_no_class():

@@ -70,11 +70,45 @@ def test_a_table_that_no_record_makes_is_an_error():
         fill_in("<!-- results: nothing -->\n<!-- end -->", {}, Path("README.md"))
 
 
-@pytest.mark.parametrize("arguments", [[], ["no/such/directory"]])
-def test_wrong_use_of_the_command_is_one_sentence(arguments, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "usage: python -m pols_jax.reporting results/\n"),
+        (
+            ["no/such/directory"],
+            "There is no record in no/such/directory; name a directory such as results/.\n",
+        ),
+    ],
+)
+def test_wrong_use_of_the_command_is_one_sentence(arguments, sentence, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["reporting", *arguments])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stop:
         reporting.main()
+    assert (stop.value.code, capsys.readouterr().err) == (2, sentence)
+
+
+def test_a_benchmark_that_was_stopped_is_not_published(tmp_path):
+    record = json.loads((ROOT / "results" / "speed_losses.json").read_text())
+    (tmp_path / "speed_losses.json").write_text(json.dumps({**record, "finished": False}))
+    with pytest.raises(ConfigError, match=r"speed_losses.json was stopped before its end; run it again"):
+        read_records(tmp_path)
+
+
+def test_a_record_of_several_batch_sizes_has_figures_of_each(tmp_path):
+    records = [
+        json.loads((ROOT / "results" / f"speed_logits_batch_{size}.json").read_text()) for size in (1, 32)
+    ]
+    measurements = [measurement for record in records for measurement in record["measurements"]]
+    (tmp_path / "both.json").write_text(json.dumps({**records[0], "measurements": measurements}))
+    drawn = reporting.figures(*read_records(tmp_path))
+    assert set(drawn) == {f"both_{size}_{kind}" for size in (1, 32) for kind in ("speed_up", "time")}
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_says_how_it_was_made(name):
+    environment = BENCHMARKS[name].environment
+    assert {"command", "commit", "versions", "host", "device", "started"} <= set(environment)
+    assert f"results/{name}.json" in environment["command"]
 
 
 def flags_of(name):

@@ -25,7 +25,7 @@ def validation():
 def best_by_search(rule, scores, is_positive):
     """Tries every score of a positive example."""
     candidates = []
-    for threshold in sorted(scores[is_positive]):
+    for threshold in sorted(scores[is_positive & ~np.isnan(scores)]):
         passes = scores >= threshold
         recall = (passes & is_positive).sum() / is_positive.sum()
         precision = (passes & is_positive).sum() / passes.sum()
@@ -104,3 +104,22 @@ def test_a_rule_that_makes_no_sense_is_an_error(text):
 @pytest.mark.parametrize("text", ["recall=0.9", "precision=0.95", "f1", "-3.5"])
 def test_a_rule_is_printed_as_it_was_written(text):
     assert str(Rule.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", RULES)
+def test_a_logit_that_is_nan_is_never_a_threshold(validation, text):
+    logits, labels, _ = validation
+    logits = logits.copy()
+    logits[[0, 1]] = np.nan
+    scored = ScoredSplit(logits, labels, np.eye(4, dtype=np.float32), np.zeros(4, np.float32))
+    thresholds = Thresholds.from_counts(scored.count(scored.example_stats()))
+    rule = Rule.parse(text)
+    is_positive = labels[:, None] == np.arange(4)
+    if text == "recall=1":  # two examples of class 0 cannot be found
+        assert np.isnan(thresholds.per_class(rule, num_classes=4)[0])
+        assert np.isnan(thresholds.shared(rule))
+        return
+    assert_just_below(
+        thresholds.per_class(rule, num_classes=4)[0], best_by_search(rule, logits[:, 0], is_positive[:, 0])
+    )
+    assert_just_below(thresholds.shared(rule), best_by_search(rule, logits.ravel(), is_positive.ravel()))

@@ -9,7 +9,7 @@ import chex
 import numpy as np
 import pytest
 
-from pols_jax import training
+from pols_jax import experiments, training
 from pols_jax.checkpoints import Checkpoints, newest_step
 from pols_jax.config import ConfigError, Experiment, RunConfig
 from pols_jax.data import load
@@ -237,6 +237,37 @@ def test_a_short_sweep_chooses_what_is_trained_in_full(digits, tmp_path):
     assert saved_experiment(tmp_path) == experiment
     again = run_experiment(experiment, digits, tmp_path, options=OPTIONS)  # nothing is trained twice
     assert [outcome.validation for outcome in again] == [outcome.validation for outcome in outcomes]
+
+
+def test_a_chosen_rate_that_diverges_later_does_not_take_the_other_losses_with_it(
+    digits, tmp_path, monkeypatch
+):
+    experiment = dataclasses.replace(
+        Experiment.of_run(CONFIG),
+        loss=("cross_entropy", "max_margin"),
+        learning_rate=(0.01, 0.5),
+        sweep_steps=3,
+    )
+
+    def diverges_in_the_end(config, dataset, run_dir, *, options):
+        outcome = fit(config, dataset, run_dir, options=options)
+        is_lost = run_dir == tmp_path / "cross_entropy"
+        return dataclasses.replace(outcome, status="diverged", validation={}) if is_lost else outcome
+
+    monkeypatch.setattr(experiments, "fit", diverges_in_the_end)
+    outcomes = run_experiment(experiment, digits, tmp_path, options=OPTIONS)
+    assert [outcome.run_dir for outcome in outcomes] == [tmp_path / "max_margin"]
+
+
+def test_a_folder_with_another_run_is_found_before_the_sweep(digits, tmp_path):
+    other = dataclasses.replace(CONFIG, batch_size=2 * CONFIG.batch_size, steps=1)
+    fit(other, digits, tmp_path / "cross_entropy", options=OPTIONS)
+    experiment = dataclasses.replace(
+        Experiment.of_run(CONFIG), loss=("cross_entropy",), learning_rate=(0.01, 0.5), sweep_steps=3
+    )
+    with pytest.raises(ConfigError, match="holds a run of another config: .*batch_size"):
+        run_experiment(experiment, digits, tmp_path, options=OPTIONS)
+    assert not (tmp_path / "sweep").exists()
 
 
 def test_a_choice_may_go_by_one_logit():

@@ -62,7 +62,7 @@ def _run_network(network, batch_size, settings, recorder, say):
                 platform=bench.devices[0].platform,
             )
     if settings.programs:
-        variants = [variant for variant in variants if variant.name in settings.programs]
+        variants = [variant for variant in variants if variant.name in ("backbone", *settings.programs)]
     recorder.record.skipped.extend(bench.skipped)
     for skipped in bench.skipped:
         say(f"{title}: {skipped['case']['num_classes']:,} classes left out, {skipped['reason']}")

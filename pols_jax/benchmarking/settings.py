@@ -58,8 +58,8 @@ class LogitsSettings(Settings):
       classes: The numbers of classes to measure.
       batch_size: How many images one call is given; several sizes are measured one after the other.
       batches: How many calls are timed.
-      programs: Which programs are timed; all of them by default. Rounds of few programs are short and many, and show small
-        differences.
+      programs: Which programs are timed beside the backbone; all of them by default. Rounds of few programs are short and
+        many, and show small differences.
       dtype: What to compute in.
       num_devices: How many devices work at the same time, each on a batch of its own.
     """
