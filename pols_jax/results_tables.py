@@ -264,5 +264,6 @@ def _chosen(record: Record) -> str:
         varied = [name for name in _SETTINGS if len({run.get(name) for run in tried["runs"]}) > 1]
         best = next((run for run in tried["runs"] if run["run"] == tried["chosen"]), None)
         if best is not None and varied:
-            chosen.append(f"{loss} {', '.join(f'{name.replace('_', ' ')} {best[name]}' for name in varied)}")
+            settings = ", ".join(f"{name.replace('_', ' ')} {best[name]}" for name in varied)
+            chosen.append(f"{loss} {settings}")
     return f"{how} Chosen on the validation split: {'; '.join(chosen)}."
