@@ -25,6 +25,8 @@ from pols_jax.config import ConfigError
 
 _PLACE = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _QUICKSTART = ("cross_entropy", "batch_cross_entropy")
+_CJK = ("cross_entropy", "self_normalization")
+_MNIST = ("binary_cross_entropy", "batch_cross_entropy")
 Experiments = Mapping[str, Mapping[str, Any]]
 Benchmarks = Mapping[str, Record]
 
@@ -76,7 +78,7 @@ def tables(experiments: Experiments, benchmarks: Benchmarks) -> dict[str, Callab
         available[name] = lambda record=record: results_tables.full_table(record)
         available[f"{name}_short"] = lambda record=record: results_tables.short_table(record)
     if set(results_tables.CJK) <= set(experiments):
-        available["cjk_short"] = lambda: results_tables.short_table(_cjk(experiments))
+        available["cjk_best"] = lambda: results_tables.short_table(_cjk(experiments))
     for name, study in results_tables.STUDIES.items():
         available[f"study_{name}"] = lambda study=study: results_tables.study_table(study, experiments)
     for name, record in benchmarks.items():
@@ -100,7 +102,9 @@ def figures(experiments: Experiments, benchmarks: Benchmarks) -> dict[str, Calla
         available["glyph_logits"] = lambda: results_figures.logits_figure(experiments["glyphs"], _QUICKSTART)
     if set(results_tables.CJK) <= set(experiments):
         available["cjk_errors"] = lambda: results_figures.errors_figure(_cjk(experiments))
-        available["cjk_logits"] = lambda: results_figures.logits_figure(experiments["cjk"], _QUICKSTART)
+        available["cjk_logits"] = lambda: results_figures.logits_figure(_cjk(experiments), _CJK)
+    if "mnist" in experiments:
+        available["mnist_logits"] = lambda: results_figures.logits_figure(experiments["mnist"], _MNIST)
     for name, study in results_tables.STUDIES.items():
         if set(study.records) <= set(experiments):
             available[f"study_{name}"] = lambda study=study: results_figures.study_figure(study, experiments)
@@ -201,7 +205,7 @@ def _commands(experiments: Experiments, benchmarks: Benchmarks) -> str:
 
 
 def _cjk(experiments: Experiments) -> Mapping[str, Any]:
-    return results_tables.joined([experiments[name] for name in results_tables.CJK])
+    return results_tables.best_of([experiments[name] for name in results_tables.CJK])
 
 
 def _without_title(sheet: speed_tables.Sheet) -> str:

@@ -53,8 +53,9 @@ STUDIES: Mapping[str, Study] = {
 BY_CLASSES = ("glyphs_10", "glyphs_100", "glyphs_1000", "glyphs")
 """Records of drawn characters that differ in the number of classes alone."""
 
-CJK = ("cjk", "cjk_nce")
-"""Records of the 42,174 Chinese, Japanese and Korean characters; NCE needs another optimizer than the other losses."""
+
+CJK = ("cjk", "cjk_adam")
+"""Records of the 42,174 Chinese, Japanese and Korean characters that differ in the optimizer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +126,7 @@ def full_table(record: Record) -> str:
 def short_table(record: Record, losses: Sequence[str] = tuple(LOSSES)) -> str:
     """What an experiment says at a glance, on the test split."""
     rows = []
+    optimizers = {run["config"]["loss"]: run["config"]["optimizer"] for run in record["runs"]}
     for test in sort_by_loss([run["test"] for run in record["runs"] if run["config"]["loss"] in losses]):
         shared = next(
             entry
@@ -137,8 +139,10 @@ def short_table(record: Record, losses: Sequence[str] = tuple(LOSSES)) -> str:
             f"{test['accuracy']:.3f}",
             "" if shared["mean_recall"] is None else f"{shared['mean_recall']:.3f}",
         ]
-        kind = "yes" if test["loss"] in ALIGNED else "no"
-        rows.append([test["loss"], kind, *cells])
+        name = test["loss"]
+        if len(set(optimizers.values())) > 1:
+            name += f" ({optimizers[test['loss']]})"
+        rows.append([name, "yes" if test["loss"] in ALIGNED else "no", *cells])
     return markdown_table(
         [
             *("loss", "aligned", "**one logit**: 1-AUPRC", "all logits: 1-AUPRC", "accuracy"),
@@ -148,14 +152,26 @@ def short_table(record: Record, losses: Sequence[str] = tuple(LOSSES)) -> str:
     )
 
 
-def joined(records: Sequence[Record]) -> Record:
-    """The runs of several experiments on the same data, as if they were one.
+def best_of(records: Sequence[Record]) -> Record:
+    """Of several experiments on the same data, the run of each loss whose one logit does best on the validation split.
 
     Examples:
-      >>> joined([{"runs": ["a"]}, {"runs": ["b", "c"]}])
-      {'runs': ['a', 'b', 'c']}
+      >>> def record(optimizer, auprc):
+      ...     config = {"loss": "max_margin", "optimizer": optimizer}
+      ...     return {"runs": [{"config": config, "training": [{"validation": {"auprc": auprc}}]}]}
+      >>> [run["config"]["optimizer"] for run in best_of([record("adam", 0.5), record("momentum", 0.7)])["runs"]]
+      ['momentum']
     """
-    return {"runs": [run for record in records for run in record["runs"]]}
+    best: dict[str, Any] = {}
+    for run in (run for record in records for run in record["runs"]):
+        loss = run["config"]["loss"]
+        if loss not in best or _validation_auprc(run) > _validation_auprc(best[loss]):
+            best[loss] = run
+    return {"runs": list(best.values())}
+
+
+def _validation_auprc(run: Mapping[str, Any]) -> float:
+    return run["training"][-1]["validation"]["auprc"]
 
 
 def common_losses(records: Sequence[Record]) -> list[str]:

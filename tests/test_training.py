@@ -265,7 +265,7 @@ def test_a_folder_with_another_run_is_found_before_the_sweep(digits, tmp_path):
     experiment = dataclasses.replace(
         Experiment.of_run(CONFIG), loss=("cross_entropy",), learning_rate=(0.01, 0.5), sweep_steps=3
     )
-    with pytest.raises(ConfigError, match=r"holds a run of another config: .*batch_size"):
+    with pytest.raises(ConfigError, match=r"holds a run of another config: .*--batch-size 32"):
         run_experiment(experiment, digits, tmp_path, options=OPTIONS)
     assert not (tmp_path / "sweep").exists()
 
