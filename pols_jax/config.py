@@ -402,10 +402,7 @@ PRESETS: Mapping[str, Preset] = {
         "from Debian's fonts-noto-cjk and fonts-noto-cjk-extra; an MLP and three losses. About 14 minutes a loss on one core, and "
         "4 to measure it; 1-AUPRC of one logit 0.510 for cross-entropy, 0.241 for self-normalisation, 0.204 for batch cross-entropy.",
         Experiment(
-            loss=(
-                *("cross_entropy", "self_normalization", "noise_contrastive_estimation"),
-                "batch_cross_entropy",
-            ),
+            loss=("cross_entropy", "self_normalization", "noise_contrastive_estimation"),
             fonts=("/usr/share/fonts/opentype/noto/Noto*CJK-*.ttc",),
             characters="2E80-9FFF,AC00-D7A3,F900-FAFF,20000-2FA1F",
             image_size=28,
@@ -422,7 +419,6 @@ PRESETS: Mapping[str, Preset] = {
             hidden_sizes=(1024, 128),
             optimizer="momentum",
             learning_rate=(0.3,),
-            alpha=(0.01,),
             num_noise=(10_000,),
             choose_by="auprc",
             batch_size=64,

@@ -77,6 +77,9 @@ def tables(experiments: Experiments, benchmarks: Benchmarks) -> dict[str, Callab
     for name, record in experiments.items():
         available[name] = lambda record=record: results_tables.full_table(record)
         available[f"{name}_short"] = lambda record=record: results_tables.short_table(record)
+    if set(results_tables.CJK_8000) <= set(experiments):
+        tried = [experiments[name] for name in results_tables.CJK_8000]
+        available["cjk_tried"] = lambda: results_tables.tried_table(tried)
     if set(results_tables.CJK) <= set(experiments):
         available["cjk_best"] = lambda: results_tables.short_table(_cjk(experiments))
     for name, study in results_tables.STUDIES.items():

@@ -57,6 +57,9 @@ BY_CLASSES = ("glyphs_10", "glyphs_100", "glyphs_1000", "glyphs")
 CJK = ("cjk", "cjk_adam")
 """Records of the 42,174 Chinese, Japanese and Korean characters that differ in the optimizer."""
 
+CJK_8000 = ("cjk_8000", "cjk_8000_adam")
+"""The same with 8,000 of the characters, where optimizers and learning rates are chosen."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Point:
@@ -109,6 +112,30 @@ def study_table(study: Study, records: Mapping[str, Record]) -> str:
     setting = study.setting.replace("_", " ")
     return markdown_table(
         ["loss", setting, "validation: one logit 1-AUPRC", "validation: accuracy", "violations"], rows
+    )
+
+
+def tried_table(records: Sequence[Record]) -> str:
+    """Everything that several experiments tried, with what it measured on the validation split."""
+    rows = []
+    for loss in LOSSES:
+        for record in records:
+            for run in record["sweep"].get(loss, {"runs": []})["runs"]:
+                measured = run["validation"] if run["status"] == "finished" else {}
+                rows.append(
+                    [
+                        *(loss, record["experiment"]["optimizer"], f"{run['learning_rate']:g}"),
+                        f"{run['alpha']:g}" if "alpha" in run else "",
+                        f"{1 - measured['auprc']:.3f}" if measured else run["status"],
+                        f"{measured['accuracy']:.3f}" if measured else "",
+                    ]
+                )
+    return markdown_table(
+        [
+            *("loss", "optimizer", "learning rate", "alpha", "validation: one logit 1-AUPRC"),
+            "validation: accuracy",
+        ],
+        rows,
     )
 
 
