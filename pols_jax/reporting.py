@@ -25,7 +25,7 @@ from pols_jax.config import ConfigError
 
 _PLACE = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _QUICKSTART = ("cross_entropy", "batch_cross_entropy")
-_CJK = ("cross_entropy", "self_normalization")
+_CJK = ("cross_entropy", "noise_contrastive_estimation")
 _MNIST = ("binary_cross_entropy", "batch_cross_entropy")
 Experiments = Mapping[str, Mapping[str, Any]]
 Benchmarks = Mapping[str, Record]
@@ -77,9 +77,11 @@ def tables(experiments: Experiments, benchmarks: Benchmarks) -> dict[str, Callab
     for name, record in experiments.items():
         available[name] = lambda record=record: results_tables.full_table(record)
         available[f"{name}_short"] = lambda record=record: results_tables.short_table(record)
+        if record["sweep"] is not None:
+            available[f"{name}_tried"] = lambda record=record: results_tables.tried_table([record])
     if set(results_tables.CJK_8000) <= set(experiments):
-        tried = [experiments[name] for name in results_tables.CJK_8000]
-        available["cjk_tried"] = lambda: results_tables.tried_table(tried)
+        both = [experiments[name] for name in results_tables.CJK_8000]
+        available["cjk_tried"] = lambda: results_tables.tried_table(both)
     if set(results_tables.CJK) <= set(experiments):
         available["cjk_best"] = lambda: results_tables.short_table(_cjk(experiments))
     for name, study in results_tables.STUDIES.items():

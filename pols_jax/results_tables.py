@@ -116,27 +116,49 @@ def study_table(study: Study, records: Mapping[str, Record]) -> str:
 
 
 def tried_table(records: Sequence[Record]) -> str:
-    """Everything that several experiments tried, with what it measured on the validation split."""
+    """Everything that several experiments tried, with what it measured on the validation split.
+
+    Examples:
+      >>> runs = [
+      ...     {"learning_rate": 0.1, "status": "finished", "validation": {"auprc": 0.75, "accuracy": 0.5}},
+      ...     {"learning_rate": 1.0, "status": "diverged", "validation": {}},
+      ... ]
+      >>> record = {"experiment": {"optimizer": "adam"}, "sweep": {"cross_entropy": {"runs": runs}}}
+      >>> print(tried_table([record]))
+      | loss | learning rate | validation: one logit 1-AUPRC | validation: accuracy |
+      | --- | --- | --- | --- |
+      | cross_entropy | 0.1 | 0.250 | 0.500 |
+      | cross_entropy | 1 | diverged |  |
+    """
+    runs = [
+        (loss, {"optimizer": record["experiment"]["optimizer"], **run})
+        for loss in LOSSES
+        for record in records
+        for run in record["sweep"].get(loss, {"runs": []})["runs"]
+    ]
+    names = _varied([run for _, run in runs], ("optimizer", *_SETTINGS))
     rows = []
-    for loss in LOSSES:
-        for record in records:
-            for run in record["sweep"].get(loss, {"runs": []})["runs"]:
-                measured = run["validation"] if run["status"] == "finished" else {}
-                rows.append(
-                    [
-                        *(loss, record["experiment"]["optimizer"], f"{run['learning_rate']:g}"),
-                        f"{run['alpha']:g}" if "alpha" in run else "",
-                        f"{1 - measured['auprc']:.3f}" if measured else run["status"],
-                        f"{measured['accuracy']:.3f}" if measured else "",
-                    ]
-                )
-    return markdown_table(
-        [
-            *("loss", "optimizer", "learning rate", "alpha", "validation: one logit 1-AUPRC"),
-            "validation: accuracy",
-        ],
-        rows,
-    )
+    for loss, run in runs:
+        settings = [run.get(name, "") for name in names]
+        measured = run["validation"]
+        rows.append(
+            [
+                loss,
+                *(f"{value:g}" if isinstance(value, float) else str(value) for value in settings),
+                *(
+                    (f"{1 - measured['auprc']:.3f}", f"{measured['accuracy']:.3f}")
+                    if run["status"] == "finished"
+                    else (run["status"], "")
+                ),
+            ]
+        )
+    headings = [name.replace("_", " ") for name in names]
+    return markdown_table(["loss", *headings, "validation: one logit 1-AUPRC", "validation: accuracy"], rows)
+
+
+def _varied(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """The settings that have several values among the runs that have them at all."""
+    return [name for name in names if len({run[name] for run in runs if name in run}) > 1]
 
 
 def full_table(record: Record) -> str:
@@ -304,7 +326,7 @@ def _chosen(record: Record) -> str:
         return how
     chosen = []
     for loss, tried in record["sweep"].items():
-        varied = [name for name in _SETTINGS if len({run.get(name) for run in tried["runs"]}) > 1]
+        varied = _varied(tried["runs"], _SETTINGS)
         best = next((run for run in tried["runs"] if run["run"] == tried["chosen"]), None)
         if best is not None and varied:
             settings = ", ".join(f"{name.replace('_', ' ')} {best[name]}" for name in varied)
