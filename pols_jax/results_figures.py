@@ -33,7 +33,7 @@ def logits_figure(record: Record, losses: Sequence[str]) -> Figure:
         bins, true, false = (np.array(run[name]) for name in ("bins", "true_histogram", "false_histogram"))
         two_histograms(axes, bins, true, false)
         rate = run["test"]["violation_rate"]
-        axes.set_title(f"{loss}: {rate:.1e} of the pairs violate the principle", fontsize=9)
+        axes.set_title(f"{loss}\n{rate:.1e} of the pairs violate the principle", fontsize=9)
     return figure
 
 
