@@ -53,7 +53,6 @@ STUDIES: Mapping[str, Study] = {
 BY_CLASSES = ("glyphs_10", "glyphs_100", "glyphs_1000", "glyphs")
 """Records of drawn characters that differ in the number of classes alone."""
 
-
 CJK = ("cjk", "cjk_adam")
 """Records of the 42,174 Chinese, Japanese and Korean characters that differ in the optimizer."""
 
