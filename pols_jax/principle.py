@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pols_jax.checks import check_logits_and_labels
-from pols_jax.class_stats import DenseStats
+from pols_jax.losses.checks import check_logits_and_labels
+from pols_jax.losses.class_stats import DenseStats
+
+__all__ = ["holds", "separation_margin", "violation_rate"]
 
 # Rows whose pairs are counted at once by `violation_rate`: bounds its memory to this many rows of counts.
 _ROWS_AT_ONCE = 64
@@ -26,15 +28,19 @@ def separation_margin(
       labels: True classes in ``[0, k)``, integers, shape ``[n]``.
 
     Returns:
-      The margin, shape ``[]``. The principle holds when it is positive.
+      The margin, shape ``[]``. The principle holds when it is positive. A label outside ``[0, k)`` gives NaN.
+
+    Raises:
+      ValueError: if the set is empty.
 
     Examples:
       >>> import jax.numpy as jnp
       >>> separation_margin(jnp.array([[2.0, 1.0], [-2.0, -1.0]]), jnp.array([0, 1]))
       Array(-2., dtype=float32)
     """
-    z = DenseStats(*check_logits_and_labels(logits, labels, rank=2))
-    return jnp.min(z.true) - jnp.max(z.max_false())
+    logits, labels = _check_set(logits, labels)
+    true_logit, max_false_logit = DenseStats(logits, labels).max_false_logit()
+    return jnp.min(true_logit) - jnp.max(max_false_logit)
 
 
 def holds(logits: Float[Array, "examples classes"], labels: Int[Array, " examples"]) -> Bool[Array, ""]:
@@ -55,7 +61,6 @@ def holds(logits: Float[Array, "examples classes"], labels: Int[Array, " example
     return separation_margin(logits, labels) > 0
 
 
-@jax.jit
 def violation_rate(
     logits: Float[Array, "examples classes"], labels: Int[Array, " examples"]
 ) -> Float[Array, ""]:
@@ -76,23 +81,35 @@ def violation_rate(
       >>> violation_rate(jnp.array([[2.0, 1.0], [-2.0, -1.0]]), jnp.array([0, 1]))
       Array(0.25, dtype=float32)
     """
-    logits, labels = check_logits_and_labels(logits, labels, rank=2)
-    num_examples, num_classes = logits.shape
-    if num_classes < 2:
+    logits, labels = _check_set(logits, labels)
+    if logits.shape[1] < 2:
         raise ValueError("logits must have at least two classes, or there is no false logit.")
-    true = DenseStats(logits, labels).true
-    sorted_true = jnp.sort(true)
+    return _violation_rate(logits, labels)
+
+
+@jax.jit
+def _violation_rate(logits, labels):
+    num_examples = logits.shape[0]
+    true_logit = DenseStats(logits, labels).true_logit()
+    sorted_true = jnp.sort(true_logit)
 
     def share_not_above(example):
         """The share of the true logits that each false logit of one example is not below."""
         row, label = example
         not_above = jnp.searchsorted(
-            sorted_true, row.astype(true.dtype), side="right", method="scan_unrolled"
+            sorted_true, row.astype(true_logit.dtype), side="right", method="scan_unrolled"
         )
-        is_false = lax.broadcasted_iota(jnp.int32, row.shape, 0) != label.astype(jnp.int32)
+        is_false = lax.broadcasted_iota(jnp.int32, row.shape, 0) != label
         # At most n (k - 1) pairs a row can pass 2^31; a mean of shares cannot.
         return jnp.mean(not_above / num_examples, where=is_false)
 
     rates = lax.map(share_not_above, (logits, labels), batch_size=_ROWS_AT_ONCE)
     # An invalid label has a NaN true logit, which sorting hides at the end.
-    return jnp.where(jnp.isnan(jnp.max(true)), jnp.nan, jnp.mean(rates))
+    return jnp.where(jnp.isnan(jnp.max(true_logit)), jnp.nan, jnp.mean(rates))
+
+
+def _check_set(logits, labels):
+    logits, labels = check_logits_and_labels(logits, labels, rank=2)
+    if not logits.shape[0]:
+        raise ValueError("logits must have at least one example: the principle is about the logits of a set.")
+    return logits, labels

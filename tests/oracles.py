@@ -1,7 +1,7 @@
 """The seven losses and their gradients, slowly and plainly, in float64 NumPy.
 
 Written from the formulas of the paper alone and sharing no code with the library: one loop over examples, one over classes,
-nothing vectorised, nothing clever. `z[i, j]` is the logit of class `j` for example `i`, `y[i]` the true class.
+nothing vectorized, nothing clever. `z[i, j]` is the logit of class `j` for example `i`, `y[i]` the true class.
 A loss returns one value per example, or one per batch; its `*_gradient` is the derivative of the mean with respect to `z`,
 worked out by hand, and `central_difference` checks it in turn.
 """

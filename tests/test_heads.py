@@ -1,13 +1,15 @@
 """The output layer: all logits, or only the asked ones, by gathering rows."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec as P
 
-from pols_jax.heads import ClassHead, all_logits, class_logits, prior_bias
+from pols_jax.heads import ClassHead, all_logits, class_logits, pad_classes, prior_bias
 
 NUM_CLASSES, NUM_FEATURES = 1013, 24  # a prime, to be found again in the text of a program
 
@@ -113,6 +115,26 @@ def test_changing_the_class_compiles_nothing():
     assert np.isnan(answers[3:]).all()
 
 
+@pytest.mark.parametrize("class_id", [2**32 + 2, -(2**32) + 2, 2**63 + 2, 2**70])
+def test_a_known_id_that_int32_does_not_have_is_an_error_and_never_wraps(class_id):
+    for known in (class_id, [class_id], np.array(class_id)):
+        with pytest.raises(ValueError, match=rf"class_ids must be in \[0, 1013\), got {class_id}"):
+            class_logits(*head(2), known)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_a_traced_64_bit_id_gives_nan_and_never_wraps(dtype, x64):
+    ids = np.array([3, 2**32 + 2], dtype)
+    np.testing.assert_array_equal(np.isnan(jax.jit(class_logits)(*head(1), ids)), [[False, True]])
+
+
+def test_without_a_bias_the_logits_are_the_product_alone():
+    features, kernel, _ = head(5)
+    expected = naive(features, kernel, np.zeros(NUM_CLASSES))
+    np.testing.assert_allclose(all_logits(features, kernel), expected, atol=1e-5)
+    np.testing.assert_allclose(class_logits(features, kernel, None, [7, 9]), expected[:, [7, 9]], atol=1e-5)
+
+
 @pytest.mark.parametrize("class_id", [-1, 1013, 2**31 - 1])
 def test_an_id_out_of_range_gives_nan_under_jit_and_an_error_when_it_is_known(class_id):
     arrays = head(2)
@@ -158,6 +180,11 @@ def test_an_id_out_of_range_has_no_gradient_in_any_row():
         ({"features": np.float32(1)}, ValueError, r"features must have shape"),
         ({"features": np.ones((2, 24), np.int32)}, TypeError, "features must be floating-point"),
         ({"kernel": np.ones(24, np.float32)}, ValueError, r"kernel must have shape \[k, d\]"),
+        (
+            {"kernel": np.ones((24, 1013), np.float32)},
+            ValueError,
+            r"kernel must be \[k, d\].*looks transposed.*kernel.T",
+        ),
         ({"bias": np.ones(3, np.float32)}, ValueError, r"bias must have shape \[1013\]"),
     ],
 )
@@ -187,7 +214,7 @@ def test_the_module_stores_one_row_per_class_and_computes_what_the_functions_do(
     kernel, bias = params["kernel"], params["bias"]
     assert kernel.shape == (11, NUM_FEATURES)
     assert (bias == 0).all()
-    # Lecun's initialisation: variance 1 / d, whatever the number of classes.
+    # Lecun's initialization: variance 1 / d, whatever the number of classes.
     np.testing.assert_allclose(kernel.std(), NUM_FEATURES**-0.5, rtol=0.15)
     variables = {"params": params}
     np.testing.assert_array_equal(module.apply(variables, features), all_logits(features, kernel, bias))
@@ -198,7 +225,7 @@ def test_the_module_stores_one_row_per_class_and_computes_what_the_functions_do(
     )
 
 
-def test_the_module_may_be_initialised_through_either_method():
+def test_the_module_may_be_initialized_through_either_method():
     features, _, _ = head(3)
     module = ClassHead(num_classes=11)
     through_call = module.init(jax.random.key(0), features)
@@ -230,7 +257,7 @@ def test_16_bit_features_meet_float32_parameters_without_rounding_them():
 
 
 def test_a_bias_that_starts_at_the_prior_makes_the_sigmoids_of_an_example_sum_to_one():
-    module = ClassHead(num_classes=50, bias_start=prior_bias(50))
+    module = ClassHead(num_classes=50, bias_init=prior_bias(50))
     logits, _ = module.init_with_output(jax.random.key(0), jnp.zeros((1, 8)))
     # sigmoid(-log(k - 1)) = 1 / (1 + (k - 1)) = 1 / k
     np.testing.assert_allclose(jax.nn.sigmoid(logits).sum(), 1.0, rtol=1e-5)
@@ -259,3 +286,51 @@ def test_in_mixed_precision_one_logit_equals_its_column_of_all_logits():
     one = head.apply(variables, features, 7, method="class_logits")
     # Both multiply the same bfloat16 numbers and add in float32, in an order of their own.
     np.testing.assert_allclose(one, head.apply(variables, features)[:, 7], rtol=1e-5, atol=1e-6)
+
+
+def ask_on_mesh(*split):
+    """`class_logits` of a layer whose rows are spread over a mesh, compiled."""
+    mesh = jax.make_mesh(split, ("data", "class"), axis_types=(AxisType.Auto,) * 2)
+    ask = functools.partial(class_logits, class_axis_name="class")
+    specs = (P("data"), P("class"), P("class"), P())
+    return jax.jit(jax.shard_map(ask, mesh=mesh, in_specs=specs, out_specs=P("data")))
+
+
+@pytest.mark.parametrize("split", [(1, 8), (2, 4)], ids=str)
+def test_class_shards_answer_a_query_as_one_device_does_and_compile_once(split):
+    arrays = head(6, num_classes=16)
+    expected = naive(*arrays)
+    ask = ask_on_mesh(*split)
+    for class_id in (0, 7, 15):
+        np.testing.assert_allclose(ask(*arrays, jnp.int32(class_id)), expected[:, class_id], atol=1e-5)
+    assert ask._cache_size() == 1
+    ids = [15, 0, 3, 3]
+    np.testing.assert_allclose(ask(*arrays, jnp.array(ids)), expected[:, ids], atol=1e-5)
+
+
+def test_a_class_that_no_device_has_is_nan_whatever_the_integers_are():
+    ask = ask_on_mesh(1, 8)
+    logits = ask(*head(6, num_classes=16), jnp.array([3, 16, -1]))
+    np.testing.assert_array_equal(np.isnan(logits), np.broadcast_to([False, True, True], (6, 3)))
+    logits = ask(*head(6, num_classes=16), jnp.array([3, 16, 2**32 - 1], jnp.uint32))
+    np.testing.assert_array_equal(np.isnan(logits), np.broadcast_to([False, True, True], (6, 3)))
+
+
+def test_a_device_without_the_row_does_nothing_but_take_part_in_the_sum():
+    """In the compiled program the product and the read of the kernel are inside one branch of a conditional."""
+    text = ask_on_mesh(1, 8).lower(*head(128, num_classes=64), jnp.int32(3)).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    assert "conditional(" in entry
+    assert "all-reduce" in entry
+    assert not re.search(r"\b(dot|gather)\(", entry)
+    assert "dot(" in text
+
+
+def test_padding_of_a_count_that_fits_changes_nothing_and_16_bit_padding_is_finite():
+    _, kernel, bias = head(1, num_classes=16)
+    assert pad_classes(kernel, bias, num_shards=8)[0].shape == kernel.shape
+    _, low = pad_classes(kernel, bias.astype(jnp.float16), num_shards=10)
+    assert low.shape == (20,)
+    assert np.isfinite(low).all()
+    with pytest.raises(ValueError, match="num_shards must be at least 1"):
+        pad_classes(kernel, bias, num_shards=0)

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pols_jax.principle import holds, separation_margin, violation_rate
+
+# Compiled once for each of the six shapes.
+jitted_margin, jitted_holds = jax.jit(separation_margin), jax.jit(holds)
 
 
 @settings(max_examples=30)
@@ -20,8 +22,9 @@ def test_margin_and_violations_equal_a_visit_to_every_pair(num_examples, num_cla
     # Few distinct values, so that ties between true and false logits are common.
     logits = rng.integers(-3, 4, (num_examples, num_classes)).astype(np.float32)
     labels = rng.integers(0, num_classes, num_examples, dtype=np.int32)
-    assert separation_margin(logits, labels) == oracles.separation_margin(logits, labels)
-    assert holds(logits, labels) == (oracles.separation_margin(logits, labels) > 0)
+    margin = oracles.separation_margin(logits, labels)
+    assert jitted_margin(logits, labels) == margin
+    assert jitted_holds(logits, labels) == (margin > 0)
     np.testing.assert_allclose(
         violation_rate(logits, labels), oracles.violation_rate(logits, labels), rtol=1e-6
     )
@@ -88,3 +91,16 @@ def test_wrong_input_is_an_error_that_names_the_argument():
 def test_one_class_has_no_pairs_and_no_violation_rate():
     with pytest.raises(ValueError, match="logits must have at least two classes"):
         violation_rate(np.ones((2, 1), np.float32), np.zeros(2, np.int32))
+
+
+@pytest.mark.parametrize("measure", [separation_margin, holds, violation_rate])
+def test_an_empty_set_is_refused_in_one_sentence(measure):
+    with pytest.raises(ValueError, match="logits must have at least one example"):
+        measure(np.zeros((0, 3), np.float32), np.zeros(0, np.int32))
+
+
+def test_a_label_that_int32_does_not_have_gives_nan_and_never_wraps_to_a_class():
+    logits, labels = np.array([[2.0, 1.0], [0.0, 1.5]], np.float32), np.array([0, 2**32 + 1])
+    assert np.isnan(separation_margin(logits, labels))
+    assert np.isnan(violation_rate(logits, labels))
+    assert not holds(logits, labels)

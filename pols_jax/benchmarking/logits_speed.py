@@ -4,6 +4,7 @@ All variants of a network are timed in one interleaved group, so the kernels of 
 CPU they are views of one array; an accelerator holds a copy of each.
 """
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,16 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Float
 
-from pols_jax.benchmarking.programs import check_programs
-from pols_jax.benchmarking.records import Recorder, available_bytes
-from pols_jax.benchmarking.settings import LogitsSettings, find_devices
-from pols_jax.benchmarking.timing import Variant, measure
+from pols_jax.benchmarking.programs import check_programs, wide_products
+from pols_jax.benchmarking.records import Recorder
+from pols_jax.benchmarking.settings import NORMALIZER_ROWS, LogitsSettings, find_devices
+from pols_jax.benchmarking.timing import Variant
+from pols_jax.errors import ProgramError
 from pols_jax.heads import all_logits, class_logits
+from pols_jax.memory import available_bytes
 from pols_jax.models import MODELS
+from pols_jax.normalizers import Fit, Normalizer
 
 _IMAGE_SHAPES = {"mlp": (28, 28, 1), "cnn": (32, 32, 3), "inception_v3": (299, 299, 3)}
 _IMAGENET_SHAPE = (224, 224, 3)
@@ -28,18 +31,29 @@ _IMAGENET_SHAPE = (224, 224, 3)
 _RANDOM_ROWS = 4096
 # JAX takes an array of NumPy's over without a copy if it starts at a multiple of this many bytes.
 _ALIGNMENT = 64
+# Programs of the head that read fewer numbers than this are called many times in a row, see `Variant`.
+_SHORT_READ, _SHORT_CALLS = 2**20, 64
 # A kernel may take this share of the memory that is free: the rest is for logits, and for everybody else.
 _USABLE_SHARE = 0.85
 
 
-def run_logits(settings: LogitsSettings, recorder: Recorder, *, say: Callable[[str], None]) -> None:
-    """Measures what the settings ask for, network by network.
+def image_shape(network: str) -> tuple[int, int, int]:
+    """Returns the height, width and channels of the images that a network was published for."""
+    return _IMAGE_SHAPES.get(network, _IMAGENET_SHAPE)
 
-    Args:
-      settings: What to measure, resolved and checked.
-      recorder: Where the measurements go.
-      say: Called with a line of text about what is going on.
+
+def calls_of_head(num_rows: int, num_features: int) -> int:
+    """Returns how many calls of an output layer are timed together: several if one is over in no time.
+
+    Examples:
+      >>> calls_of_head(1, 2048), calls_of_head(370_727, 2048)
+      (64, 1)
     """
+    return _SHORT_CALLS if num_rows * num_features < _SHORT_READ else 1
+
+
+def run_logits(settings: LogitsSettings, recorder: Recorder, *, say: Callable[[str], None]) -> None:
+    """Measures what the settings ask for, network by network."""
     for network in settings.networks:
         for batch_size in settings.batch_size:
             _run_network(network, batch_size, settings, recorder, say)
@@ -51,7 +65,7 @@ def _run_network(network, batch_size, settings, recorder, say):
     bench = NetworkBench(network, batch_size, settings)
     variants = bench.variants()
     if settings.peer == "torch":
-        from pols_jax.benchmarking import torch_peer  # PyTorch is loaded only if it is asked for
+        from pols_jax.benchmarking import torch_peer
 
         for num_classes in bench.classes:
             variants += torch_peer.head_variants(
@@ -60,6 +74,7 @@ def _run_network(network, batch_size, settings, recorder, say):
                 asked=bench.asked_classes(num_classes),
                 case={**bench.case, "num_classes": num_classes},
                 platform=bench.devices[0].platform,
+                calls=calls_of_head(num_classes, int(bench.case["num_features"])),
             )
     if settings.programs:
         variants = [variant for variant in variants if variant.name in ("backbone", *settings.programs)]
@@ -67,24 +82,13 @@ def _run_network(network, batch_size, settings, recorder, say):
     for skipped in bench.skipped:
         say(f"{title}: {skipped['case']['num_classes']:,} classes left out, {skipped['reason']}")
     say(f"{title}: {len(variants)} variants, {settings.batches} calls of each")
-    measure(
-        variants,
-        repetitions=settings.batches,
-        measurements=recorder.record.measurements,
-        after_round=recorder.save_now_and_then,
-    )
-    recorder.save()
+    recorder.measure(variants, repetitions=settings.batches)
     if settings.profile is not None:
         profile(variants, settings.profile / f"{network}-{batch_size}")
 
 
 class NetworkBench:
     """One network with random weights, random images and random output layers of several sizes, on its devices.
-
-    Args:
-      network: A key of `MODELS`.
-      batch_size: How many images each device is given.
-      settings: The other settings.
 
     Attributes:
       devices: Where it runs.
@@ -106,9 +110,9 @@ class NetworkBench:
         self._mesh = Mesh(np.array(self.devices), ("devices",))
         self._dtype = jnp.dtype(settings.dtype)
         backbone = MODELS[network](dtype=None if self._dtype == jnp.float32 else self._dtype)
-        shape = _IMAGE_SHAPES.get(network, _IMAGENET_SHAPE)
         rng = np.random.default_rng(0)
-        images = rng.standard_normal((batch_size * len(self.devices), *shape), np.float32)
+        shape = (batch_size * len(self.devices), *image_shape(network))
+        images = rng.standard_normal(shape, np.float32)
         with jax.default_device(self.devices[0]):
             variables = jax.jit(backbone.init)(jax.random.key(0), images[:1])
         self._images, self._variables = self._split(images), self._replicated(variables)
@@ -129,14 +133,8 @@ class NetworkBench:
 
     def variants(self) -> list[Variant]:
         """Compiles and checks all programs; a size that runs out of memory while doing so is skipped."""
-        variants = [
-            Variant(
-                "backbone",
-                lambda call: self._backbone(self._variables, self._images),
-                self.case,
-                self._backbone_ms,
-            )
-        ]
+        backbone = functools.partial(self._backbone, self._variables, self._images)
+        variants = [Variant("backbone", lambda call: backbone(), self.case, self._backbone_ms)]
         for num_classes in list(self.classes):
             try:
                 variants += self._variants_of(num_classes)
@@ -145,6 +143,12 @@ class NetworkBench:
                     raise
                 self.classes.remove(num_classes)
                 self._skip(num_classes, "it ran out of memory")
+        # What any call costs: a program that takes one number of each image's features.
+        empty, empty_ms = self._compile(lambda features: features[:, 0], self._features, batch_argument=0)
+        call = functools.partial(empty, self._features)
+        variants.append(
+            Variant("empty_program", lambda number: call(), self.case, empty_ms, calls=_SHORT_CALLS)
+        )
         return variants
 
     @property
@@ -197,37 +201,74 @@ class NetworkBench:
         one_head, one_head_ms = self._compile(
             class_logits, self._features, *head_args, asked[0], batch_argument=0
         )
-        check_programs(
-            all_logits=everything.as_text(),
-            one_logit=one.as_text(),
-            backbone=self._backbone.as_text(),
-            num_classes=num_classes,
-            num_features=self._num_features,
-        )
-        check_programs(
-            all_logits=head.as_text(),
-            one_logit=one_head.as_text(),
-            backbone="",
-            num_classes=num_classes,
-            num_features=self._num_features,
-        )
+        for of_all, of_one, backbone in ((everything, one, self._backbone.as_text()), (head, one_head, "")):
+            check_programs(
+                all_logits=of_all.as_text(),
+                one_logit=of_one.as_text(),
+                backbone=backbone,
+                num_classes=num_classes,
+                num_features=self._num_features,
+            )
         case = {**self.case, "num_classes": num_classes}
-        return [
+
+        def asked_in(call):
+            return asked[call % len(asked)]
+
+        variants = [
             Variant("all_logits", lambda call: everything(*image_args, *head_args), case, everything_ms),
+            Variant("one_logit", lambda call: one(*image_args, *head_args, asked_in(call)), case, one_ms),
             Variant(
-                "one_logit",
-                lambda call: one(*image_args, *head_args, asked[call % len(asked)]),
+                "head_all_logits",
+                lambda call: head(self._features, *head_args),
                 case,
-                one_ms,
+                head_ms,
+                calls=calls_of_head(num_classes, self._num_features),
             ),
-            Variant("head_all_logits", lambda call: head(self._features, *head_args), case, head_ms),
             Variant(
                 "head_one_logit",
-                lambda call: one_head(self._features, *head_args, asked[call % len(asked)]),
+                lambda call: one_head(self._features, *head_args, asked_in(call)),
                 case,
                 one_head_ms,
+                calls=_SHORT_CALLS,
             ),
         ]
+        for num_rows in NORMALIZER_ROWS:
+            if num_rows < num_classes:
+                variants += self._normalized_variants(num_rows, head_args, asked, case)
+        return variants
+
+    def _normalized_variants(self, num_rows, head_args, asked, case) -> list[Variant]:
+        """One logit minus a normalizer: of the whole network with the most rows, and of the head alone with any."""
+        rng = np.random.default_rng(num_rows)
+        kernel, bias = _random_head(num_rows, self._num_features, self._dtype, rng)
+        normalizer = self._replicated(Normalizer(jnp.asarray(kernel), jnp.asarray(bias), Fit(0.0, 0.0, 0)))
+
+        def of_features(features, kernel, bias, class_id, normalizer):
+            return class_logits(features, kernel, bias, class_id) - normalizer(features)
+
+        def of_images(variables, images, *arguments):
+            return of_features(self._apply(variables, images), *arguments)
+
+        programs: list[tuple[str, Any, tuple[Any, ...], str]] = [
+            (f"head_one_logit_normalized_{num_rows}", of_features, (self._features,), "")
+        ]
+        if num_rows == max(NORMALIZER_ROWS):
+            images = (self._variables, self._images)
+            programs.append(("one_logit_normalized", of_images, images, self._backbone.as_text()))
+        variants = []
+        for name, function, inputs, backbone in programs:
+            arguments = (*inputs, *head_args, asked[0], normalizer)
+            program, compile_ms = self._compile(function, *arguments, batch_argument=len(inputs) - 1)
+            size = case["num_classes"], self._num_features
+            if wide_products(program.as_text(), size[0]) > wide_products(backbone, size[0]):
+                raise ProgramError(f"The compiled program {name} has a product over {size[0]:,} classes.")
+
+            def call(i, program=program, inputs=inputs):
+                return program(*inputs, *head_args, asked[i % len(asked)], normalizer)
+
+            calls = calls_of_head(num_rows, self._num_features) if len(inputs) == 1 else 1
+            variants.append(Variant(name, call, case, compile_ms, calls))
+        return variants
 
     def _compile(self, function, *arguments, batch_argument=1) -> tuple[Any, float]:
         """Compiles for the devices; the batch is split over them, everything else is on each."""
@@ -249,12 +290,7 @@ class NetworkBench:
 
 
 def profile(variants: Sequence[Variant], directory) -> None:
-    """Records a trace of one more call of each variant, after the timing, for TensorBoard or XProf.
-
-    Args:
-      variants: What to call.
-      directory: The folder of the trace.
-    """
+    """Records a trace of one more call of each variant, after the timing, for TensorBoard or XProf."""
     with jax.profiler.trace(str(directory)):
         for variant in variants:
             name = " ".join([variant.name, *(f"{key}={value}" for key, value in variant.case.items())])

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from pols_jax.benchmarking import torch_peer
 from pols_jax.benchmarking.logits_speed import profile
-from pols_jax.benchmarking.programs import ProgramError
 from pols_jax.benchmarking.records import Recorder
 from pols_jax.benchmarking.settings import LossSettings, find_devices
-from pols_jax.benchmarking.timing import Variant, measure
+from pols_jax.benchmarking.timing import Variant
+from pols_jax.errors import ProgramError
 from pols_jax.losses import LOSSES, make_loss
 
 _NUM_NOISE = 100
@@ -24,13 +24,7 @@ _TOLERANCE = 1e-3
 
 
 def run_losses(settings: LossSettings, recorder: Recorder, *, say: Callable[[str], None]) -> None:
-    """Measures value and gradient of every loss.
-
-    Args:
-      settings: What to measure, checked.
-      recorder: Where the measurements go.
-      say: Called with a line of text about what is going on.
-    """
+    """Measures value and gradient of every loss."""
     (device,) = find_devices(settings.device)
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((settings.batch_size, settings.classes), np.float32)
@@ -46,23 +40,13 @@ def run_losses(settings: LossSettings, recorder: Recorder, *, say: Callable[[str
             _check_same(name, ours[name].call(0), call(0))
             variants.append(Variant(f"torch_{name}", call, case))
     say(f"{len(variants)} variants, {settings.repetitions} calls of each")
-    measure(
-        variants,
-        repetitions=settings.repetitions,
-        measurements=recorder.record.measurements,
-        after_round=recorder.save_now_and_then,
-    )
+    recorder.measure(variants, repetitions=settings.repetitions)
     if settings.profile is not None:
         profile(variants, settings.profile / "losses")
 
 
 def loss_functions() -> dict[str, Callable[..., Array]]:
-    """Returns the losses to compare, each mapping logits and labels to one number.
-
-    Examples:
-      >>> list(loss_functions())[:3]
-      ['optax_cross_entropy', 'authors_batch_cross_entropy', 'cross_entropy']
-    """
+    """Returns the losses to compare, each mapping logits and labels to one number."""
     ours = {
         name: make_loss(name, **({"num_noise": _NUM_NOISE} if name == "noise_contrastive_estimation" else {}))
         for name in LOSSES
@@ -86,16 +70,7 @@ def authors_batch_cross_entropy(
     Both distributions are built as arrays of m k numbers, and an epsilon keeps their ratio and its logarithm finite. It also
     damps the gradient of a true logit, the more the larger m k is.
 
-    Args:
-      logits: Logits, shape ``[m, k]``.
-      labels: True classes, shape ``[m]``.
-      epsilon: What is added to the model's distribution and to the ratio.
-
-    Returns:
-      One loss for the batch, shape ``[]``.
-
     Examples:
-      >>> import jax.numpy as jnp
       >>> authors_batch_cross_entropy(jnp.array([[3.0, 0.0], [0.0, 3.0]]), jnp.array([0, 1]))
       Array(0.0486, dtype=float32)
     """

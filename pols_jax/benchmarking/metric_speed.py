@@ -1,7 +1,7 @@
 """Exact AUPRC and precision at recall of every class, against scikit-learn and torchmetrics."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,39 +10,39 @@ from jaxtyping import Float, Int
 
 from pols_jax.benchmarking import torch_peer
 from pols_jax.benchmarking.logits_speed import profile
-from pols_jax.benchmarking.programs import ProgramError
 from pols_jax.benchmarking.records import Recorder
 from pols_jax.benchmarking.settings import MetricSettings, find_devices
-from pols_jax.benchmarking.timing import Variant, measure
-from pols_jax.metrics import average_precision, precision_at_recall
+from pols_jax.benchmarking.timing import Variant
+from pols_jax.errors import ProgramError
+from pols_jax.metrics import average_precision, precision_at_recall, slc_metrics
 
-_RECALL = 0.9
+_RECALLS = (0.9, 0.99)  # those of slc_metrics
 
 
 def run_metrics(settings: MetricSettings, recorder: Recorder, *, say: Callable[[str], None]) -> None:
-    """Measures both metrics of every class, for each number of classes.
-
-    Args:
-      settings: What to measure, checked.
-      recorder: Where the measurements go.
-      say: Called with a line of text about what is going on.
-    """
+    """Measures the metrics of every class, for each number of examples and of classes."""
     (device,) = find_devices(settings.device)
-    for num_classes in settings.classes:
-        say(f"{settings.examples:,} examples, {num_classes:,} classes: {settings.repetitions} calls of each")
+    for num_examples, num_classes in settings.sizes:
+        timed_classes = max(1, min(num_classes, settings.max_scores // num_examples))
+        part = f", scikit-learn on {timed_classes:,} of them" * (timed_classes < num_classes)
+        say(f"{num_examples:,} examples, {num_classes:,} classes{part}: {settings.repetitions} calls of each")
         variants = metric_variants(
-            *random_scores(settings.examples, num_classes), device=device, with_torch=settings.peer == "torch"
+            *random_scores(num_examples, num_classes),
+            device=device,
+            with_torch=settings.peer == "torch",
+            timed_classes=timed_classes,
         )
-        measure(
-            variants,
-            repetitions=settings.repetitions,
-            warmup=1,
-            measurements=recorder.record.measurements,
-            after_round=recorder.save_now_and_then,
-        )
+        place = len(recorder.record.measurements)
+        recorder.measure(variants, repetitions=settings.repetitions, warmup=1)
+        for measured in recorder.record.measurements[place:]:
+            if measured.variant == "scikit_learn" and timed_classes < num_classes:
+                measured.case["timed_classes"] = timed_classes
+                measured.times_ms = [
+                    round(time * num_classes / timed_classes, 5) for time in measured.times_ms
+                ]
         recorder.save()
         if settings.profile is not None:
-            profile(variants, settings.profile / f"metrics-{num_classes}")
+            profile(variants, settings.profile / f"metrics-{num_examples}-{num_classes}")
 
 
 def random_scores(
@@ -50,17 +50,14 @@ def random_scores(
 ) -> tuple[Float[np.ndarray, "examples classes"], Int[np.ndarray, " examples"]]:
     """Returns random scores in (0, 1), higher for the true class, and random labels.
 
-    They look like probabilities because torchmetrics treats other scores differently.
-
-    Examples:
-      >>> scores, labels = random_scores(100, 5)
-      >>> scores.shape, labels.shape
-      ((100, 5), (100,))
+    They look like probabilities because torchmetrics treats other scores differently. Where there is one class, half of
+    the examples do not belong to it.
     """
     rng = np.random.default_rng(num_classes)
-    labels = rng.integers(num_classes, size=num_examples, dtype=np.int32)
+    labels = rng.integers(max(2, num_classes), size=num_examples, dtype=np.int32)
     scores = 0.5 * rng.random((num_examples, num_classes), np.float32)
-    scores[np.arange(num_examples), labels] += 0.4 * rng.random(num_examples, np.float32)
+    members = np.flatnonzero(labels < num_classes)
+    scores[members, labels[members]] += 0.4 * rng.random(len(members), np.float32)
     return scores, labels
 
 
@@ -70,55 +67,42 @@ def metric_variants(
     *,
     device,
     with_torch: bool,
+    timed_classes: int | None = None,
 ) -> list[Variant]:
-    """Makes the variants: both metrics of every class by this library, by scikit-learn and by torchmetrics.
+    """Makes the metrics of every class by this library, by scikit-learn and by torchmetrics; they must agree.
 
-    Args:
-      scores: Scores, shape ``[n, k]``.
-      labels: True classes, shape ``[n]``.
-      device: Where ours are computed.
-      with_torch: Whether torchmetrics is compared too.
-
-    Returns:
-      Two or three variants, whose results were compared with each other.
-
-    Raises:
-      ProgramError: if ours and scikit-learn's differ.
-
-    Examples:
-      >>> variants = metric_variants(*random_scores(50, 3), device=jax.devices()[0], with_torch=False)
-      >>> [variant.name for variant in variants]
-      ['pols_jax', 'scikit_learn']
+    With ``timed_classes``, scikit-learn does so many of the classes, spread evenly.
     """
     case = {"num_examples": scores.shape[0], "num_classes": scores.shape[1]}
     arrays = jax.device_put((scores, labels), device)
-
-    @jax.jit
-    def both(scores, labels):
-        return average_precision(scores, labels), precision_at_recall(scores, labels, _RECALL)
-
-    _check_same(both(*arrays), _scikit_learn(scores, labels, max_classes=20))
+    ours = average_precision(*arrays), precision_at_recall(arrays[0], arrays[1], _RECALLS[0])
+    _check_same(ours, _scikit_learn(scores, labels, range(min(20, scores.shape[1])))[:2])
+    num_timed = scores.shape[1] if timed_classes is None else timed_classes
+    classes = np.linspace(0, scores.shape[1], num_timed, endpoint=False).astype(int).tolist()
     variants = [
-        Variant("pols_jax", lambda call: both(*arrays), case),
-        Variant("scikit_learn", lambda call: _scikit_learn(scores, labels), case),
+        Variant("pols_jax", lambda call: slc_metrics(*arrays), case),
+        Variant("scikit_learn", lambda call: _scikit_learn(scores, labels, classes), case),
     ]
-    if with_torch:
-        torchmetrics = torch_peer.metrics_call(scores, labels, recall=_RECALL)
+    if with_torch and scores.shape[1] > 1:
+        torchmetrics = torch_peer.metrics_call(scores, labels, recall=_RECALLS[0])
         variants.append(Variant("torchmetrics", _quiet(torchmetrics), case))
     return variants
 
 
-def _scikit_learn(scores, labels, *, max_classes=None):
-    """Both metrics from one precision-recall curve per class; classes without examples are left out."""
+def _scikit_learn(scores, labels, classes: Sequence[int]):
+    """The metrics from one precision-recall curve per class; classes without examples are left out."""
     from sklearn.metrics import precision_recall_curve
 
-    columns = np.ascontiguousarray(scores.T[:max_classes])
-    average, at_recall = np.full(len(columns), np.nan), np.full(len(columns), np.nan)
-    for class_id in np.intersect1d(labels, np.arange(len(columns))):
-        precision, recall, _ = precision_recall_curve(labels == class_id, columns[class_id])
-        average[class_id] = -np.sum(np.diff(recall) * precision[:-1])
-        at_recall[class_id] = precision[np.flatnonzero(recall >= _RECALL)[-1]]
-    return average, at_recall
+    found = np.full((1 + len(_RECALLS), len(classes)), np.nan)
+    sizes = np.bincount(labels, minlength=scores.shape[1])
+    for place, class_id in enumerate(classes):
+        if sizes[class_id]:
+            column = np.ascontiguousarray(scores[:, class_id])
+            precision, recall, _ = precision_recall_curve(labels == class_id, column)
+            average = -np.sum(np.diff(recall) * precision[:-1])
+            at_recalls = [precision[np.flatnonzero(recall >= wanted)[-1]] for wanted in _RECALLS]
+            found[:, place] = average, *at_recalls
+    return found
 
 
 def _check_same(ours, theirs):

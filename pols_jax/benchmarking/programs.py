@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Iterator
 
+from pols_jax.errors import ProgramError
+
 # The result of an instruction, and its operation: "%dot.1 = f32[1024,32]{1,0} dot(%a, %b), ...".
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (?P<result>\(.*?\)|\S+) (?P<operation>[\w-]+)\(")
 _SHAPE = re.compile(r"\w+\[([\d,]*)\]")
@@ -17,27 +19,8 @@ _PRODUCTS = ("dot", "convolution", "custom-call")
 _NAMES = ("parameter", "tuple", "get-tuple-element", "bitcast")
 
 
-class ProgramError(RuntimeError):
-    """A compiled program does not do the work that it is timed for."""
-
-
 def wide_products(program: str, num_classes: int) -> int:
-    """Counts the products in a compiled program whose result is as wide as there are classes.
-
-    Args:
-      program: The text of the program, ``compiled.as_text()``.
-      num_classes: The number of classes k.
-
-    Returns:
-      How many dots, convolutions and library calls have an axis of length k in their result.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from pols_jax.heads import all_logits
-      >>> arrays = jnp.ones((2, 8)), jnp.ones((1013, 8)), jnp.ones(1013)
-      >>> wide_products(jax.jit(all_logits).lower(*arrays).compile().as_text(), 1013)
-      1
-    """
+    """Counts the products in a compiled program whose result is as wide as there are classes."""
     return sum(
         operation in _PRODUCTS and any(num_classes in shape for shape in shapes)
         for operation, shapes in _instructions(program)
@@ -48,14 +31,6 @@ def kernel_sized_arrays(program: str, num_classes: int, num_features: int) -> in
     """Counts the arrays that a compiled program writes, its parameters left out, that are as large as the kernel.
 
     What stands inside a fusion is left out: of a gather from a converted kernel, for one, only the asked row is computed.
-
-    Args:
-      program: The text of the program, ``compiled.as_text()``.
-      num_classes: The number of classes k.
-      num_features: The number of features d.
-
-    Returns:
-      How many have an axis of length k, and at least k d elements.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -75,25 +50,11 @@ def kernel_sized_arrays(program: str, num_classes: int, num_features: int) -> in
 def check_programs(
     *, all_logits: str, one_logit: str, backbone: str, num_classes: int, num_features: int
 ) -> None:
-    """Raises unless the program of all logits has a product over all classes, and that of one logit none.
+    """Raises a `ProgramError` unless the program of all logits has a product over all classes, and that of one none.
 
-    The program of one logit must not write anything as large as the kernel either. A layer of the backbone may happen to be k
-    wide, so both are compared with the program of the backbone alone.
-
-    Args:
-      all_logits: The text of the program of backbone and all logits.
-      one_logit: The text of the program of backbone and one logit.
-      backbone: The text of the program of the backbone alone; empty for programs of the head alone.
-      num_classes: The number of classes k. With a single class the two do the same work, and nothing is checked.
-      num_features: The number of features d.
-
-    Raises:
-      ProgramError: if a program does not do its work.
-
-    Examples:
-      >>> check_programs(all_logits="", one_logit="", backbone="", num_classes=1024, num_features=8)
-      Traceback (most recent call last):
-      pols_jax.benchmarking.programs.ProgramError: The compiled program of all logits has no product over 1,024 classes.
+    The program of one logit must not write anything as large as the kernel either. A layer of the backbone may happen to
+    be k wide, so both are compared with the text of the program of the backbone alone; it is empty for programs of the
+    head alone. With a single class the two do the same work, and nothing is checked.
     """
     if num_classes == 1:
         return

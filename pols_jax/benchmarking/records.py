@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pols_jax.benchmarking.timing import Measurement
-from pols_jax.config import ConfigError
+from pols_jax.benchmarking.timing import Measurement, Variant, measure
+from pols_jax.errors import ConfigError
+from pols_jax.files import write_text
+from pols_jax.memory import system_bytes
+from pols_jax.schema import read_record
 
 _PACKAGES = (
     *("pols-jax", "jax", "jaxlib", "flax", "optax", "numpy"),
@@ -29,20 +32,13 @@ class Record:
     """The record of one run of a benchmark.
 
     Attributes:
-      benchmark: Which one: logits, losses, metrics, large_k or training.
+      benchmark: Which one: logits, losses, metrics, networks, convolutions, large_k, training, startup, search_index,
+        stream or head.
       settings: What was asked for.
       environment: Command, versions, device, host and commit, see `describe_environment`.
       measurements: What was measured so far.
       skipped: What was not measured, one dictionary for each with its ``case`` and the ``reason``.
       finished: Whether the run came to its end.
-
-    Examples:
-      >>> import tempfile
-      >>> record = Record("losses", {"batch_size": 2}, {}, [Measurement("optax", {}, 10.0, [1.0, 2.0])])
-      >>> path = Path(tempfile.mkdtemp()) / "speed.json"
-      >>> record.save(path)
-      >>> Record.load(path) == record
-      True
     """
 
     benchmark: str
@@ -54,27 +50,45 @@ class Record:
 
     def save(self, path: Path) -> None:
         """Writes the record; a reader sees the old file or the new one, never half of it."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(path.name + ".tmp")
         fields = dataclasses.asdict(self)
         measurements = fields.pop("measurements")
         # One measurement per line: compact, and still readable and comparable.
         lines = ",\n".join("  " + json.dumps(measurement) for measurement in measurements)
         head = json.dumps(fields, indent=1).removesuffix("\n}")
-        unfinished.write_text(f'{head},\n "measurements": [\n{lines}\n ]\n}}\n', encoding="utf-8")
-        os.replace(unfinished, path)
+        write_text(path, f'{head},\n "measurements": [\n{lines}\n ]\n}}\n')
 
     @classmethod
     def load(cls, path: Path) -> "Record":
-        """Reads a record."""
-        try:
-            fields = json.loads(Path(path).read_text(encoding="utf-8"))
-            measurements = [Measurement(**measurement) for measurement in fields.pop("measurements")]
-            return cls(measurements=measurements, **fields)
-        except OSError as error:
-            raise ConfigError(f"The record {path} cannot be read: {error.strerror}.") from error
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{path} is not a record of bench_speed.py.") from error
+        """Reads a record; a `ConfigError` says what is wrong with the file."""
+        return read_record(cls, path, error=ConfigError)
+
+    def __post_init__(self):
+        """Checks what types cannot say."""
+        for entry in self.skipped:
+            if not isinstance(entry.get("case"), dict):
+                raise ConfigError("An entry of skipped has no case.")
+        for measurement in self.measurements:
+            if not measurement.times_ms:
+                raise ConfigError(f"The measurement of {measurement.variant} has no times_ms.")
+
+    def added_to(self, earlier: "Record") -> "Record":
+        """Returns this new record with the measurements of an earlier one in front, and both commands.
+
+        Raises:
+          ConfigError: if the earlier one is of another benchmark, device or version.
+        """
+        for part in ("device", "versions"):
+            if earlier.environment.get(part) != self.environment[part]:
+                raise ConfigError(
+                    f"The record was made with another {part}; write a new one without --append."
+                )
+        if earlier.benchmark != self.benchmark:
+            raise ConfigError(f"The record is one of {earlier.benchmark}, not of {self.benchmark}.")
+        command = self.environment["command"]
+        commands = [words for words in earlier.environment["command"].split(" && ") if words != command]
+        environment = self.environment | {"command": " && ".join([*commands, command])}
+        measurements = earlier.measurements + self.measurements
+        return dataclasses.replace(self, environment=environment, measurements=measurements)
 
     def find(self, variant: str, **case: str | int) -> Measurement | None:
         """Returns the measurement of a variant whose case has these values; None if there is none."""
@@ -93,16 +107,6 @@ class Recorder:
     """Keeps the file of a record up to date while it grows.
 
     Leaving the ``with`` block saves the record, also when it is left by Ctrl-C, SIGTERM or an error.
-
-    Args:
-      record: The record.
-      path: Its file; None to keep it in memory only.
-
-    Examples:
-      >>> with Recorder(Record("losses", {}, {}), None) as recorder:
-      ...     recorder.save()
-      >>> recorder.record.finished
-      True
     """
 
     def __init__(self, record: Record, path: Path | None):
@@ -122,6 +126,17 @@ class Recorder:
             self.record.save(self._path)
             self._last_save = time.monotonic()
 
+    def measure(self, variants: Sequence[Variant], *, repetitions: int, warmup: int = 2) -> None:
+        """Times the variants into the record, see `measure`."""
+        measure(
+            variants,
+            repetitions=repetitions,
+            warmup=warmup,
+            measurements=self.record.measurements,
+            after_round=self.save_now_and_then,
+        )
+        self.save()
+
     def save_now_and_then(self) -> None:
         """Saves the record unless that was done a moment ago."""
         if time.monotonic() - self._last_save > _SECONDS_BETWEEN_SAVES:
@@ -129,21 +144,7 @@ class Recorder:
 
 
 def describe_environment(devices: Sequence[Any], *, command: Sequence[str] = ()) -> dict[str, Any]:
-    """Says where and with what a measurement is made.
-
-    Args:
-      devices: The devices that are measured.
-      command: The words of the command line; those of this process if empty.
-
-    Returns:
-      ``command``, ``started``, ``commit``, ``versions``, ``device`` and ``host``, ready for JSON.
-
-    Examples:
-      >>> import jax
-      >>> environment = describe_environment(jax.devices()[:1], command=["bench_speed.py", "losses"])
-      >>> environment["command"], environment["device"]["platform"]
-      ('bench_speed.py losses', 'cpu')
-    """
+    """Says where and with what a measurement is made."""
     words = list(command) or [Path(sys.argv[0]).name, *sys.argv[1:]]
     return {
         "command": shlex.join(words),
@@ -159,25 +160,11 @@ def describe_environment(devices: Sequence[Any], *, command: Sequence[str] = ())
             "system": f"{platform.system()} {platform.machine()}",
             "cpu": _cpu_model(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "memory_bytes": _memory("MemTotal"),
+            "memory_bytes": system_bytes("MemTotal"),
             "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         },
         "flags": {name: os.environ[name] for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ},
     }
-
-
-def available_bytes(device: Any) -> int | None:
-    """Estimates how much memory can still be had on a device; None if that cannot be found out.
-
-    Examples:
-      >>> import jax
-      >>> available_bytes(jax.devices("cpu")[0]) != 0
-      True
-    """
-    statistics = device.memory_stats() if device.platform != "cpu" else None
-    if statistics and "bytes_limit" in statistics:
-        return statistics["bytes_limit"] - statistics.get("bytes_in_use", 0)
-    return _memory("MemAvailable") if device.platform == "cpu" else None
 
 
 def _versions() -> dict[str, str]:
@@ -203,22 +190,8 @@ def _commit() -> str | None:
 
 
 def _cpu_model() -> str:
-    return _proc_value("/proc/cpuinfo", "model name") or platform.processor()
-
-
-def _memory(name: str) -> int | None:
-    value = _proc_value("/proc/meminfo", name)
-    return 1024 * int(value.split()[0]) if value else None
-
-
-def _proc_value(path: str, name: str) -> str | None:
-    """The value of a line ``name : value``; None where the system has no such file."""
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return None
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == name:
-            return value.strip()
-    return None
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

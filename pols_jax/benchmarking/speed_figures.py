@@ -6,25 +6,21 @@ from matplotlib.figure import Figure
 
 from pols_jax.benchmarking.records import Record
 from pols_jax.benchmarking.speed_tables import ratio
-from pols_jax.figures import save_figure
+from pols_jax.evaluation.figures import save_figure
+from pols_jax.files import make_directory
 
-_ALL, _ONE, _BACKBONE = "#D55E00", "#0072B2", "#666666"  # of Okabe and Ito, apart for the colour-blind too
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_ALL, _ONE, _BACKBONE = "#D55E00", "#0072B2", "#666666"  # of Okabe and Ito, apart for the color-blind too
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def draw_speed(record: Record, directory: Path) -> list[Path]:
-    """Draws the figures of a record of the logits benchmark.
+    """Draws the figures of a record of the logits benchmark; returns the files.
 
-    Args:
-      record: The record, finished or not.
-      directory: Where the files go.
-
-    Returns:
-      The files: for each network and batch size the time against the number of classes, and for each batch size the speed-up
-      of all networks.
+    For each network and batch size that is the time against the number of classes, and for each batch size the speed-up
+    of all networks.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     figures = {}
     for batch_size in record.values("batch_size"):
         for network in record.values("network"):
@@ -42,12 +38,12 @@ def time_against_classes(record: Record, network: str, batch_size: int) -> Figur
     figure = Figure(figsize=(5, 3.4), layout="constrained")
     axes = figure.subplots()
     lines = (("all_logits", "all logits", _ALL, "s-"), ("one_logit", "one logit", _ONE, "o-"))
-    for variant, label, colour, style in lines:
+    for variant, label, color, style in lines:
         series = _series(record, variant, network, batch_size)
         classes = [m.case["num_classes"] for m in series]
         middle = [m.median_ms for m in series]
         low, high = ([abs(m.spread_ms[i] - m.median_ms) for m in series] for i in (0, 1))
-        axes.errorbar(classes, middle, yerr=(low, high), fmt=style, color=colour, label=label, capsize=2)
+        axes.errorbar(classes, middle, yerr=(low, high), fmt=style, color=color, label=label, capsize=2)
     if backbone := record.find("backbone", network=network, batch_size=batch_size):
         axes.axhline(backbone.median_ms, color=_BACKBONE, linestyle=":", label="backbone alone")
     axes.set(xscale="log", xlabel="number of classes", ylabel="ms per call", ylim=(0, None))
@@ -69,7 +65,7 @@ def speed_up_against_classes(record: Record, batch_size: int) -> Figure:
         ]
         if points:
             axes.plot(
-                *zip(*points, strict=True), color=_COLOURS[i], marker=_MARKERS[i], label=network, markersize=5
+                *zip(*points, strict=True), color=_COLORS[i], marker=_MARKERS[i], label=network, markersize=5
             )
     axes.axhline(1, color=_BACKBONE, linestyle=":", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="number of classes", ylabel="all logits / one logit")

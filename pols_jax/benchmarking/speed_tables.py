@@ -1,20 +1,19 @@
-"""From records to tables: on the terminal and in Markdown.
+"""From records to tables.
 
 Times are medians, ± half the distance between the first and the third quartile. Ratios compare calls of the same round, and their median
 is shown: a slow minute of the machine is in both and drops out.
 """
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
-
-from rich.console import Console
-from rich.table import Table
+from typing import Any
 
 from pols_jax.benchmarking.records import Record
+from pols_jax.benchmarking.settings import NORMALIZER_ROWS
 from pols_jax.benchmarking.timing import Measurement
 from pols_jax.losses import LOSSES
+from pols_jax.tables import Column, Table
 
 PAPER_TABLE_3 = {
     "alexnet": {1: 3.6, 2**10: 3.7, 2**14: 4.0, 2**16: 5.7, 2**18: 20.2, 370_727: 76.0},
@@ -35,22 +34,7 @@ PAPER_SPEED_UPS = {
 """The paper's Table 3: network -> number of classes -> speed-up of one logit over all."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sheet:
-    """A table as text.
-
-    Attributes:
-      title: What it shows.
-      headings: The names of the columns.
-      rows: The cells of each line, as many as there are headings.
-    """
-
-    title: str
-    headings: list[str]
-    rows: list[list[str]]
-
-
-def sheets(record: Record) -> list[Sheet]:
+def speed_tables(record: Record) -> list[Table]:
     """Makes the tables of a record, finished or not.
 
     Args:
@@ -60,10 +44,11 @@ def sheets(record: Record) -> list[Sheet]:
       The tables of its benchmark.
 
     Examples:
+      >>> from pols_jax.tables import to_markdown
       >>> times = {"optax_cross_entropy": [2.0, 2.0], "batch_cross_entropy": [2.0, 2.2]}
       >>> record = Record("losses", {}, {})
       >>> record.measurements = [Measurement(name, {"num_classes": 8}, None, ms) for name, ms in times.items()]
-      >>> print(to_markdown(sheets(record)))
+      >>> print(to_markdown(speed_tables(record)))
       ### Value and gradient; smaller is faster
       <BLANKLINE>
       | loss | ms | times optax CE |
@@ -71,53 +56,22 @@ def sheets(record: Record) -> list[Sheet]:
       | optax cross_entropy | 2.00 ±0.000 | 1.00 |
       | batch_cross_entropy | 2.10 ±0.050 | 1.05 |
     """
+    from pols_jax.benchmarking import network_tables  # it uses this module
+
     makers = {
-        "logits": _logits_sheets,
-        "losses": _loss_sheets,
-        "metrics": _metric_sheets,
-        "large_k": _large_k_sheets,
-        "training": _training_sheets,
+        "logits": _logits_tables,
+        "losses": _loss_tables,
+        "metrics": _metric_tables,
+        "networks": network_tables.network_tables,
+        "convolutions": network_tables.convolution_tables,
+        "large_k": _large_k_tables,
+        "head": _head_tables,
+        "stream": _stream_tables,
+        "training": _training_tables,
+        "startup": _startup_tables,
+        "search_index": _search_index_tables,
     }
     return makers[record.benchmark](record)
-
-
-def print_sheets(sheets: Sequence[Sheet], *, console: Console | None = None) -> None:
-    """Prints tables on the terminal.
-
-    Args:
-      sheets: The tables.
-      console: Where to print; standard output if None.
-    """
-    console = console or Console()
-    if not console.is_terminal:  # a file or a pipe has no width of its own: nothing is cut off there
-        console.width = 200
-    for sheet in sheets:
-        table = Table(title=sheet.title, title_justify="left")
-        table.add_column(sheet.headings[0])
-        for heading in sheet.headings[1:]:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for row in sheet.rows:
-            table.add_row(*row, style="dim" if row[0].startswith("paper") else None)
-        console.print(table)
-
-
-def to_markdown(sheets: Sequence[Sheet]) -> str:
-    """Writes tables in Markdown.
-
-    Examples:
-      >>> print(to_markdown([Sheet("Speed", ["k", "ms"], [["1", "2.00"]])]))
-      ### Speed
-      <BLANKLINE>
-      | k | ms |
-      | --- | --- |
-      | 1 | 2.00 |
-    """
-    parts = []
-    for sheet in sheets:
-        lines = [sheet.headings, ["---"] * len(sheet.headings), *sheet.rows]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        parts.append(f"### {sheet.title}\n\n{table}")
-    return "\n\n".join(parts)
 
 
 def ratio(slower: Measurement | None, faster: Measurement | None) -> float | None:
@@ -163,177 +117,272 @@ def class_name(num_classes: int) -> str:
     return f"2^{power}" if num_classes == 2**power and power >= 8 else f"{num_classes:,}"
 
 
-def _logits_sheets(record: Record) -> list[Sheet]:
-    result, summary = [], []
-    for network in record.values("network"):
-        for batch_size in record.values("batch_size"):
-            case = {"network": network, "batch_size": batch_size}
-            if record.find("backbone", **case):
-                result.append(_network_sheet(record, case))
-                summary += _summary_rows(record, case)
-    headings = [
-        *("network", "batch", "k", "one logit / backbone", "max / min over k", "speed-up", "limit"),
-        *("of the limit", "PyTorch head / ours"),
+def _logits_tables(record: Record) -> list[Table]:
+    cases = [
+        case
+        for network in record.values("network")
+        for batch_size in record.values("batch_size")
+        if record.find("backbone", **(case := {"network": network, "batch_size": batch_size}))
     ]
-    return [*result, Sheet("One logit against all of them", headings, summary)] if summary else result
+    networks, summary = [_network_table(record, case) for case in cases], _summary_table(record, cases)
+    return [*networks, summary] if summary.rows else networks
 
 
-def _network_sheet(record: Record, case) -> Sheet:
+def _network_table(record: Record, case: dict[str, Any]) -> Table:
+    """One column per number of classes, one row per program."""
     classes = sorted(record.values("num_classes"))
     backbone = record.find("backbone", **case)
     assert backbone is not None
+    num_devices = int(backbone.case["num_devices"])
 
-    def row(name, cell):
-        return [name, *(cell(num_classes) for num_classes in classes)]
+    def find(variant: str, k: int) -> Measurement | None:
+        return record.find(variant, **case, num_classes=k)
 
-    def times(name, variant, *, spread=False):
-        return row(name, lambda k: _time(record.find(variant, **case, num_classes=k), spread=spread))
-
-    def times_longer(variant, of_variant):
-        return lambda k: _times(ratio(record.find(variant, **case, num_classes=k), of_variant(k)))
-
-    def missing(k):
+    def missing(k: int) -> str:
         for entry in record.skipped:
             if {**case, "num_classes": k}.items() <= entry["case"].items():
                 return f"left out: {entry['kernel_bytes'] / 1e9:.1f} GB"
         return ""
 
-    num_devices = int(backbone.case["num_devices"])
-    rows = [
-        times("all logits, ms", "all_logits", spread=True),
-        times("one logit, ms", "one_logit", spread=True),
-        row(
-            "speed-up", times_longer("all_logits", lambda k: record.find("one_logit", **case, num_classes=k))
+    def images_per_second(k: int, num_devices: int) -> str:
+        measured = find("one_logit", k)
+        if measured is None or measured.case["num_devices"] == 1:
+            return ""
+        return f"{1e3 * case['batch_size'] * num_devices / measured.median_ms:,.1f}"
+
+    programs = {
+        "all logits, ms": lambda k: time_cell(find("all_logits", k), spread=True),
+        "one logit, ms": lambda k: time_cell(find("one_logit", k), spread=True),
+        "one logit and normalizer of 1,024 rows, ms": lambda k: time_cell(
+            find("one_logit_normalized", k), spread=True
         ),
-        row("limit: all / backbone", times_longer("all_logits", lambda k: backbone)),
-        times("head alone: all logits, ms", "head_all_logits"),
-        times("head alone: one logit, ms", "head_one_logit"),
-        times("PyTorch F.linear, ms", "torch_linear"),
-        times("PyTorch adaptive softmax, one class", "torch_adaptive_softmax"),
-        row("images/s, one logit, all devices", _images_per_second(record, case, num_devices)),
-        row("images/s, one logit, each device", _images_per_second(record, case, 1)),
-        row("not measured", missing),
-        row("paper: all logits, ms for 32", lambda k: _paper(PAPER_TABLE_3, case["network"], k, "{}")),
-        row("paper: speed-up", lambda k: _paper(PAPER_SPEED_UPS, case["network"], k, "x{:.2f}")),
-    ]
+        "speed-up": lambda k: _times(ratio(find("all_logits", k), find("one_logit", k))),
+        "limit: all / backbone": lambda k: _times(ratio(find("all_logits", k), backbone)),
+        "head alone: all logits, ms": lambda k: time_cell(find("head_all_logits", k)),
+        "head alone: one logit, ms": lambda k: time_cell(find("head_one_logit", k)),
+        "of which an empty program takes, ms": lambda k: time_cell(record.find("empty_program", **case)),
+        **{
+            f"head alone: one logit and {rows:,} rows, ms": lambda k, rows=rows: time_cell(
+                find(f"head_one_logit_normalized_{rows}", k)
+            )
+            for rows in NORMALIZER_ROWS
+        },
+        "head alone: all logits / one logit and 1,024 rows": lambda k: _times(
+            ratio(find("head_all_logits", k), find("head_one_logit_normalized_1024", k))
+        ),
+        "PyTorch F.linear, ms": lambda k: time_cell(find("torch_linear", k)),
+        "PyTorch adaptive softmax, one class": lambda k: time_cell(find("torch_adaptive_softmax", k)),
+        "images/s, one logit, all devices": lambda k: images_per_second(k, num_devices),
+        "images/s, one logit, each device": lambda k: images_per_second(k, 1),
+        "not measured": missing,
+        "paper: all logits, ms for 32": lambda k: str(PAPER_TABLE_3.get(case["network"], {}).get(k, "")),
+        "paper: speed-up": lambda k: _times(PAPER_SPEED_UPS.get(case["network"], {}).get(k)),
+    }
+    rows = [[name, *(cell(k) for k in classes)] for name, cell in programs.items()]
+    rows = [row for row in rows if any(row[1:])]
     title = (
         f"{case['network']}, batch size {case['batch_size']}{f' on each of {num_devices} devices' * (num_devices > 1)}, "
-        f"d = {backbone.case['num_features']}: the backbone alone takes {_time(backbone, spread=True)} ms"
+        f"d = {backbone.case['num_features']}: the backbone alone takes {time_cell(backbone, spread=True)} ms"
     )
-    return Sheet(title, ["k", *map(class_name, classes)], [line for line in rows if any(line[1:])])
+    dimmed = frozenset(i for i, row in enumerate(rows) if row[0].startswith("paper"))
+    return Table(title, ["k", *map(class_name, classes)], rows, dimmed=dimmed)
 
 
-def _summary_rows(record: Record, case) -> list[list[str]]:
-    backbone = record.find("backbone", **case)
-    ones = [m for m in record.measurements if m.variant == "one_logit" and case.items() <= m.case.items()]
-    if not ones:
-        return []
-    k = max(int(m.case["num_classes"]) for m in ones)
-    one, everything = (record.find(name, **case, num_classes=k) for name in ("one_logit", "all_logits"))
-    # Relative to the smallest median, round by round.
-    flattest = min(ones, key=lambda m: m.median_ms)
-    over_smallest = max(ratio(m, flattest) or 0.0 for m in ones)
-    speed_up, limit = ratio(everything, one), ratio(everything, backbone)
-    head, peer = (record.find(name, **case, num_classes=k) for name in ("head_all_logits", "torch_linear"))
-    cells = [
-        _ratio_with_interval(one, backbone),
-        f"{over_smallest:.3f}" if len(ones) > 1 else "",
-        _times(speed_up),
-        _times(limit),
-        f"{speed_up / limit:.1%}" if speed_up and limit else "",
-        _times(ratio(peer, head)),
-    ]
-    return [[str(case["network"]), str(case["batch_size"]), class_name(k), *cells]]
-
-
-def _loss_sheets(record: Record) -> list[Sheet]:
-    optax = record.find("optax_cross_entropy")
-    rivals = ("optax_cross_entropy", "authors_batch_cross_entropy")
-    with_torch = any(m.variant.startswith("torch_") for m in record.measurements)
-    rows = []
-    for name in (*rivals, *LOSSES):
-        if measured := record.find(name):
-            shown = name.replace("optax_", "optax ").replace("authors_", "authors' ")
-            row = [shown, _time(measured, spread=True), _number(ratio(measured, optax))]
-            if with_torch:
-                peer = record.find(f"torch_{name}")
-                row += [_time(peer), _times(ratio(peer, measured))]
-            rows.append(row)
-    headings = ["loss", "ms", "times optax CE", *(["PyTorch ms", "PyTorch / ours"] if with_torch else [])]
-    return [Sheet("Value and gradient; smaller is faster", headings, rows)]
-
-
-def _metric_sheets(record: Record) -> list[Sheet]:
-    others = [name for name in ("scikit_learn", "torchmetrics") if record.find(name)]
-    rows = []
-    for num_classes in record.values("num_classes"):
-        ours = record.find("pols_jax", num_classes=num_classes)
-        row = [f"{num_classes:,}", _time(ours, spread=True)]
-        for name in others:
-            theirs = record.find(name, num_classes=num_classes)
-            row += [_time(theirs), _times(ratio(theirs, ours))]
-        rows.append(row)
-    headings = [cell for name in others for cell in (f"{name} ms", f"{name} / ours")]
-    return [Sheet("Exact AUPRC and precision at recall of every class", ["k", "ours, ms", *headings], rows)]
-
-
-def _large_k_sheets(record: Record) -> list[Sheet]:
-    rows = []
-    for linear in (m for m in record.measurements if m.variant == "linear"):
-        case = {name: value for name, value in linear.case.items() if name != "temporary_bytes"}
-        dense = record.find("dense", **case)
-        rows.append(
-            [
-                *(str(case[name]) for name in ("loss", "num_examples", "num_features")),
-                class_name(int(case["num_classes"])),
-                *(_time(form, spread=True) for form in (dense, linear)),
-                _number(ratio(linear, dense)),
-                *(
-                    "" if form is None else f"{int(form.case['temporary_bytes']) / 1e6:,.0f} MB"
-                    for form in (dense, linear)
-                ),
-            ]
-        )
+def _summary_table(record: Record, cases: Sequence[dict[str, Any]]) -> Table:
     headings = [
-        *("loss", "m", "d", "k", "dense, ms", "linear, ms", "linear / dense"),
-        *("dense: temporary memory", "linear: temporary memory"),
+        *("network", "batch", "k", "one logit / backbone", "max / min over k", "speed-up", "limit"),
+        *("of the limit", "PyTorch head / ours"),
     ]
-    losses = Sheet("Value and gradients of features, kernel and bias", headings, rows)
-    sampled = [m for m in record.measurements if m.variant == "sampled_step"]
-    rows = [
-        [class_name(int(m.case["num_classes"])), _time(m, spread=True), _number(ratio(m, sampled[0]))]
-        for m in sampled
-    ]
-    steps = Sheet(
-        f"A step of sampled NCE on the output layer{_sizes(sampled)}",
-        ["k", "ms", "times the smallest k"],
-        rows,
-    )
-    momentum = [m for m in record.measurements if m.variant == "momentum_step"]
-    rows = [
-        [
-            class_name(int(m.case["num_classes"])),
-            _time(m),
-            f"{int(m.case['bytes_beyond_state']) / 1e9:.2f} GB",
+    rows = []
+    for case in cases:
+        ones = [m for m in record.measurements if m.variant == "one_logit" and case.items() <= m.case.items()]
+        if not ones:
+            continue
+        k, backbone = max(int(m.case["num_classes"]) for m in ones), record.find("backbone", **case)
+        programs = ("one_logit", "all_logits", "head_all_logits", "torch_linear")
+        one, every, head, peer = (record.find(name, **case, num_classes=k) for name in programs)
+        # Relative to the smallest median, round by round.
+        flattest = min(ones, key=lambda m: m.median_ms)
+        over_smallest = max(ratio(m, flattest) or 0.0 for m in ones)
+        speed_up, limit = ratio(every, one), ratio(every, backbone)
+        cells = [
+            _with_interval(one, backbone),
+            f"{over_smallest:.3f}" if len(ones) > 1 else "",
+            *(_times(speed_up), _times(limit)),
+            f"{speed_up / limit:.1%}" if speed_up and limit else "",
+            _times(ratio(peer, head)),
         ]
-        for m in momentum
+        rows.append([case["network"], str(case["batch_size"]), class_name(k), *cells])
+    return Table("One logit against all of them", headings, rows)
+
+
+def _loss_tables(record: Record) -> list[Table]:
+    find = record.find
+    optax = find("optax_cross_entropy")
+    columns = [
+        Column("loss", lambda name: name.replace("optax_", "optax ").replace("authors_", "authors' ")),
+        Column("ms", lambda name: time_cell(find(name), spread=True)),
+        Column("times optax CE", lambda name: ratio(find(name), optax), "{:.2f}"),
     ]
-    title = f"A step of momentum on the output layer with batch cross-entropy{_sizes(momentum)}"
-    return [losses, steps, Sheet(title, ["k", "ms", "memory beyond parameters and momentum"], rows)]
+    if any(m.variant.startswith("torch_") for m in record.measurements):
+        columns += [
+            Column("PyTorch ms", lambda name: time_cell(find(f"torch_{name}"))),
+            Column("PyTorch / ours", lambda name: ratio(find(f"torch_{name}"), find(name)), "x{:.2f}"),
+        ]
+    names = [name for name in ("optax_cross_entropy", "authors_batch_cross_entropy", *LOSSES) if find(name)]
+    return [Table.of("Value and gradient; smaller is faster", columns, names)]
 
 
-def _training_sheets(record: Record) -> list[Sheet]:
+def _metric_tables(record: Record) -> list[Table]:
+    def find(name: str, case: dict[str, Any]) -> Measurement | None:
+        return record.find(name, **case)
+
+    columns = [
+        Column("n", lambda case: case["num_examples"], "{:,}"),
+        Column("k", lambda case: case["num_classes"], "{:,}"),
+        Column("ours, ms", lambda case: time_cell(find("pols_jax", case), spread=True)),
+    ]
+    for name in (name for name in ("scikit_learn", "torchmetrics") if record.find(name)):
+        columns += [
+            Column(f"{name} ms", lambda case, name=name: time_cell(find(name, case))),
+            Column(
+                f"{name} / ours",
+                lambda case, name=name: ratio(find(name, case), find("pols_jax", case)),
+                "x{:.2f}",
+            ),
+        ]
+    title = "Exact AUPRC and precision at recall of every class"
+    cases = [m.case for m in record.measurements if m.variant == "pols_jax"]
+    return [Table.of(title, columns, cases)]
+
+
+def _head_tables(record: Record) -> list[Table]:
+    def epoch_seconds(m: Measurement) -> float:
+        return int(m.case["num_images"]) / int(m.case["images_per_call"]) * m.median_ms / 1e3
+
+    words = {"whole": "the whole network", "head": "the output layer alone, on features"}
+    case = record.measurements[0].case
+    columns = [
+        Column("what is trained", lambda m: words[m.variant]),
+        Column("an epoch, s", epoch_seconds, "{:.3g}"),
+        Column("times faster", lambda m: epoch_seconds(record.measurements[0]) / epoch_seconds(m), "{:,.0f}"),
+    ]
+    title = f"{case['model']}, {case['num_images']} images of 224 x 224, {case['num_classes']:,} classes"
+    return [Table.of(title, columns, record.measurements)]
+
+
+def _startup_tables(record: Record) -> list[Table]:
+    words = {
+        "import_jax": "`import jax`",
+        "import_class_bank": "`import jax, pols_jax; pols_jax.ClassBank`",
+        "search_first_start": "`pols search`, one picture, first start",
+        "search_second_start": "`pols search`, one picture, second start",
+        "training_first_start": "`pols train`, to its first step, first start",
+        "training_second_start": "`pols train`, to its first step, second start",
+    }
+
+    def seconds(variant: str, checkout: str) -> float | None:
+        measured = record.find(variant, checkout=checkout)
+        return None if measured is None else measured.median_ms / 1e3
+
+    def gain(variant: str) -> float | None:
+        return ratio(record.find(variant, checkout="baseline"), record.find(variant, checkout="now"))
+
+    columns = [
+        Column("what", lambda variant: words[variant]),
+        Column("before, s", lambda variant: seconds(variant, "baseline"), "{:.2f}"),
+        Column("now, s", lambda variant: seconds(variant, "now"), "{:.2f}"),
+        Column("before / now", gain, "x{:.2f}"),
+    ]
+    return [Table.of("From the start of a process", columns, [name for name in words if record.find(name)])]
+
+
+def _large_k_tables(record: Record) -> list[Table]:
+    def measured(variant: str) -> list[Measurement]:
+        return [m for m in record.measurements if m.variant == variant]
+
+    def dense(linear: Measurement) -> Measurement | None:
+        case = {name: value for name, value in linear.case.items() if name != "temporary_bytes"}
+        return record.find("dense", **case)
+
+    def temporary(m: Measurement | None) -> float | None:
+        return None if m is None else int(m.case["temporary_bytes"]) / 1e6
+
+    k = Column("k", lambda m: class_name(int(m.case["num_classes"])))
+    losses = [
+        Column("loss", lambda m: m.case["loss"]),
+        Column("m", lambda m: m.case["num_examples"]),
+        Column("d", lambda m: m.case["num_features"]),
+        k,
+        Column("dense, ms", lambda m: time_cell(dense(m), spread=True)),
+        Column("linear, ms", lambda m: time_cell(m, spread=True)),
+        Column("linear / dense", lambda m: ratio(m, dense(m)), "{:.2f}"),
+        Column("dense: temporary memory", lambda m: temporary(dense(m)), "{:,.0f} MB"),
+        Column("linear: temporary memory", temporary, "{:,.0f} MB"),
+    ]
+    sampled, momentum = measured("sampled_step"), measured("momentum_step")
+    steps = [
+        k,
+        Column("ms", lambda m: time_cell(m, spread=True)),
+        Column("times the smallest k", lambda m: ratio(m, sampled[0]), "{:.2f}"),
+    ]
+    memory = "memory beyond parameters and momentum"
+    momentum_steps = [
+        k,
+        Column("ms", time_cell),
+        Column(memory, lambda m: int(m.case["bytes_beyond_state"]) / 1e9, "{:.2f} GB"),
+    ]
+    of_momentum = f"A step of momentum on the output layer with batch cross-entropy{_sizes(momentum)}"
+    return [
+        Table.of("Value and gradients of features, kernel and bias", losses, measured("linear")),
+        Table.of(f"A step of sampled NCE on the output layer{_sizes(sampled)}", steps, sampled),
+        Table.of(of_momentum, momentum_steps, momentum),
+    ]
+
+
+def _training_tables(record: Record) -> list[Table]:
     by_hand = record.find("hand_written_scan")
-    rows = [
-        [
-            m.variant.replace("_", " "),
-            f"{1e3 * int(m.case['steps']) / m.median_ms:,.0f}",
-            _number(None if by_hand is None else ratio(by_hand, m)),
-        ]
-        for m in record.measurements
+    columns = [
+        Column("", lambda m: m.variant.replace("_", " ")),
+        Column("steps per second", lambda m: 1e3 * int(m.case["steps"]) / m.median_ms, "{:,.0f}"),
+        Column("of the hand-written scan", lambda m: ratio(by_hand, m), "{:.2f}"),
     ]
-    title = "Training the MLP on images that the device holds"
-    return [Sheet(title, ["", "steps per second", "of the hand-written scan"], rows)]
+    return [Table.of("Training the MLP on images that the device holds", columns, record.measurements)]
+
+
+def _search_index_tables(record: Record) -> list[Table]:
+    words = {
+        "read": "reading the features",
+        "query": "a query",
+        "open_and_query": "opening the index, and a query",
+        "query_8_classes": "a query for 8 classes",
+        "query_normalizer": "a query with a normalizer of 256 rows",
+        "query_float16": "a query of float16 features",
+    }
+    read = record.find("read")
+    columns = [
+        Column("", lambda m: words[m.variant]),
+        Column("ms", lambda m: time_cell(m, spread=True)),
+        Column("times reading", lambda m: ratio(m, read), "{:.2f}"),
+    ]
+    cases = [m.case for m in record.measurements[:1]]
+    sizes = [
+        f": {case['num_pictures']:,} pictures, {case['num_features']} float32 features" for case in cases
+    ]
+    return [Table.of("".join(["An index", *sizes]), columns, record.measurements)]
+
+
+def _stream_tables(record: Record) -> list[Table]:
+    def before(m: Measurement) -> Measurement | None:
+        return record.find("one worker", **m.case) or record.find("decoded in full", **m.case)
+
+    columns = [
+        Column("JPEGs of", lambda m: m.case["size"]),
+        Column("", lambda m: m.variant),
+        Column("pictures per second", lambda m: 1e3 * int(m.case["pictures"]) / m.median_ms, "{:,.3g}"),
+        Column("speed-up", lambda m: _times(ratio(before(m), m))),
+    ]
+    return [Table.of("Reading and decoding to 224 x 224", columns, record.measurements)]
 
 
 def _sizes(measurements: Sequence[Measurement]) -> str:
@@ -343,7 +392,8 @@ def _sizes(measurements: Sequence[Measurement]) -> str:
     return "".join(f", {form.format(case[n])}" for case in cases for n, form in names.items() if n in case)
 
 
-def _time(measurement: Measurement | None, *, spread: bool = False) -> str:
+def time_cell(measurement: Measurement | None, *, spread: bool = False) -> str:
+    """The median as a table shows it, with half the distance of the quartiles if asked; nothing if it was not measured."""
     if measurement is None:
         return ""
     text = _milliseconds(measurement.median_ms)
@@ -355,7 +405,7 @@ def _milliseconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.{1 if value >= 100 else 2 if value >= 1 else 3}f}"
 
 
-def _ratio_with_interval(slower: Measurement | None, faster: Measurement | None) -> str:
+def _with_interval(slower: Measurement | None, faster: Measurement | None) -> str:
     if slower is None or faster is None:
         return ""
     low, high = median_interval(slower, faster)
@@ -364,22 +414,3 @@ def _ratio_with_interval(slower: Measurement | None, faster: Measurement | None)
 
 def _times(value: float | None) -> str:
     return "" if value is None else f"x{value:.2f}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _paper(numbers, network, num_classes, form) -> str:
-    value = numbers.get(network, {}).get(num_classes)
-    return "" if value is None else form.format(value)
-
-
-def _images_per_second(record: Record, case, num_devices):
-    def cell(num_classes):
-        measured = record.find("one_logit", **case, num_classes=num_classes)
-        if measured is None or measured.case["num_devices"] == 1:
-            return ""
-        return f"{1e3 * case['batch_size'] * num_devices / measured.median_ms:,.1f}"
-
-    return cell

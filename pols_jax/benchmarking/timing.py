@@ -20,12 +20,15 @@ class Variant:
         the same thing, and returns what there is to be waited for.
       case: What else identifies the measurement, such as the number of classes.
       compile_ms: How long the program took to compile; None if nothing is compiled.
+      calls: How many calls in a row are timed together; the time of one is kept. A call of microseconds that comes after
+        another program finds the threads asleep and the caches full of something else, which takes longer than itself.
     """
 
     name: str
     call: Callable[[int], Any]
     case: Mapping[str, str | int] = dataclasses.field(default_factory=dict)
     compile_ms: float | None = None
+    calls: int = 1
 
 
 @dataclasses.dataclass
@@ -37,11 +40,6 @@ class Measurement:
       case: What else identifies the measurement.
       compile_ms: How long the program took to compile; None if nothing was compiled.
       times_ms: The time of every repetition, in the order of measuring, warm-up left out.
-
-    Examples:
-      >>> measured = Measurement("one_logit", {"num_classes": 1024}, None, [5.0, 1.0, 2.0, 1.5, 3.0])
-      >>> measured.median_ms, measured.spread_ms
-      (2.0, (1.5, 3.0))
     """
 
     variant: str
@@ -75,39 +73,32 @@ def measure(
 ) -> list[Measurement]:
     """Times the variants in rounds: in each round every variant runs once, in a new random order.
 
-    A variant that empties the caches, or meets a slow moment of the machine, thus does not always hit the same neighbour.
-
-    Args:
-      variants: What to time.
-      repetitions: The number of rounds that are kept.
-      warmup: The number of rounds before them that are not.
-      clock: Returns the time in seconds.
-      wait: Waits until a result is there; its time belongs to the variant.
-      measurements: The list to append to, so that its owner has what was measured so far at any time; a new one if None.
-      after_round: Called after every kept round.
-
-    Returns:
-      ``measurements``, with one entry more for each variant.
-
-    Examples:
-      >>> variants = [Variant("sum", lambda call: sum(range(call))), Variant("nothing", lambda call: None)]
-      >>> [(m.variant, len(m.times_ms)) for m in measure(variants, repetitions=3)]
-      [('sum', 3), ('nothing', 3)]
+    A variant that empties the caches, or meets a slow moment of the machine, thus does not always hit the same neighbor.
     """
     measurements = [] if measurements is None else measurements
     ordering = random.Random(0)
     mine = [Measurement(variant.name, dict(variant.case), variant.compile_ms, []) for variant in variants]
     for round_number in range(warmup + repetitions):
         for index in ordering.sample(range(len(variants)), len(variants)):
+            variant = variants[index]
+            numbers = range(round_number * variant.calls, (round_number + 1) * variant.calls)
             start = clock()
-            wait(variants[index].call(round_number))
-            elapsed_ms = 1e3 * (clock() - start)
+            results = [variant.call(number) for number in numbers]
+            wait(results if variant.calls > 1 else results[0])
+            elapsed_ms = 1e3 * (clock() - start) / variant.calls
             if round_number >= warmup:
                 mine[index].times_ms.append(round(elapsed_ms, 5))
                 if len(mine[index].times_ms) == 1:  # an entry without times would have no median
+                    measurements[:] = [old for old in measurements if not _same(old, mine[index])]
                     measurements.append(mine[index])
         if round_number >= warmup:
             after_round()
     order = {id(measurement): place for place, measurement in enumerate(mine)}
     measurements.sort(key=lambda m: order.get(id(m), -1))  # stable: what was there before stays in front
     return measurements
+
+
+def _same(one: Measurement, other: Measurement) -> bool:
+    """Whether one would stand for the other: the same variant and case, the memory that it took aside."""
+    parts = [{key: m.case[key] for key in m.case if key != "memory_bytes"} for m in (one, other)]
+    return one.variant == other.variant and parts[0] == parts[1]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pols_jax.benchmarking.timing import Variant
+from pols_jax.benchmarking.torch_networks import torch_network
 
 # AdaptiveLogSoftmaxWithLoss: the share of the classes that is in the head, and where the second cluster ends.
 _ADAPTIVE_CUTOFFS = (1 / 64, 1 / 8)
@@ -25,22 +26,12 @@ def head_variants(
     asked: Sequence[int],
     case: Mapping[str, str | int],
     platform: str,
+    calls: int = 1,
 ) -> list[Variant]:
     """Makes PyTorch's output layers: ``F.linear`` for all logits, and the adaptive softmax asked for one class.
 
     ``AdaptiveLogSoftmaxWithLoss`` is PyTorch's own answer to many classes. Asked for the log-probability of one class it
     computes its head, one sixty-fourth of the classes, and the cluster which holds the class.
-
-    Args:
-      features: Features, shape ``[m, d]``.
-      kernel: One row per class, shape ``[k, d]``; on a CPU it is used where it is.
-      bias: One number per class, shape ``[k]``.
-      asked: The classes to ask for, another one in every call.
-      case: What identifies the measurements.
-      platform: JAX's platform; on "gpu" PyTorch uses its own.
-
-    Returns:
-      The variants ``torch_linear`` and, from 1,024 classes on, ``torch_adaptive_softmax``.
     """
     torch = _torch()
     F = torch.nn.functional  # noqa: N806  # as all of PyTorch's users call it
@@ -52,7 +43,7 @@ def head_variants(
     def linear(call):
         return F.linear(inputs, weight, offset)
 
-    variants = [Variant("torch_linear", _finished(linear, device), case)]
+    variants = [Variant("torch_linear", _finished(linear, device), case, calls=calls)]
     if num_classes >= _ADAPTIVE_SMALLEST:
         cutoffs = [round(share * num_classes) for share in _ADAPTIVE_CUTOFFS]
         softmax = torch.nn.AdaptiveLogSoftmaxWithLoss(
@@ -67,20 +58,57 @@ def head_variants(
     return variants
 
 
+def forward_call(
+    network: str, variables: Mapping[str, Any], images: np.ndarray, *, platform: str
+) -> Callable[[int], Any]:
+    """Makes the forward pass of a network in evaluation mode: channels-last, without the records that gradients need."""
+    torch = _torch()
+    device = "cuda" if platform == "gpu" and torch.cuda.is_available() else "cpu"
+    module = torch_network(network, variables).to(device)
+    inputs = _channels_last(images).to(device)
+
+    def call(_):
+        with torch.inference_mode():
+            return module(inputs)
+
+    return _finished(call, device)
+
+
+def step_call(
+    network: str,
+    variables: Mapping[str, Any],
+    images: np.ndarray,
+    labels: np.ndarray,
+    *,
+    learning_rate: float,
+    momentum: float,
+    platform: str,
+) -> Callable[[int], Any]:
+    """Makes a training step of a classifier with the given variables: channels-last, cross-entropy, SGD with momentum."""
+    torch = _torch()
+    device = "cuda" if platform == "gpu" and torch.cuda.is_available() else "cpu"
+    parts = {name: tree["backbone"] for name, tree in variables.items() if "backbone" in tree}
+    head = variables["params"]["head"]
+    linear = torch.nn.Linear(head["kernel"].shape[1], head["kernel"].shape[0])
+    linear.weight.data, linear.bias.data = (torch.tensor(head[name]) for name in ("kernel", "bias"))
+    module = torch.nn.Sequential(torch_network(network, parts), linear).train().to(device)
+    optimizer = torch.optim.SGD(module.parameters(), learning_rate, momentum)
+    inputs, targets = _channels_last(images).to(device), torch.from_numpy(labels.astype(np.int64)).to(device)
+
+    def call(_):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(module(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return _finished(call, device, gradients=True)
+
+
 def loss_variants(
     logits: np.ndarray, labels: np.ndarray, *, num_noise: int, platform: str
 ) -> dict[str, Callable[[int], Any]]:
-    """Makes value and gradient of the seven losses in PyTorch: its own functions where it has them, its autograd for all.
-
-    Args:
-      logits: Logits, shape ``[m, k]``.
-      labels: True classes, shape ``[m]``.
-      num_noise: Of noise-contrastive estimation, with uniform noise.
-      platform: JAX's platform; on "gpu" PyTorch uses its own.
-
-    Returns:
-      Name of the loss -> what returns the mean loss and its gradient.
-    """
+    """Makes value and gradient of the seven losses in PyTorch: its own functions where there are any."""
     torch = _torch()
     F = torch.nn.functional  # noqa: N806  # as all of PyTorch's users call it
     device = "cuda" if platform == "gpu" and torch.cuda.is_available() else "cpu"
@@ -139,16 +167,7 @@ def loss_variants(
 
 
 def metrics_call(scores: np.ndarray, labels: np.ndarray, *, recall: float) -> Callable[[int], object]:
-    """Makes torchmetrics' exact average precision and precision at a recall of every class, by its functional interface.
-
-    Args:
-      scores: Scores, shape ``[n, k]``.
-      labels: True classes, shape ``[n]``.
-      recall: The recall.
-
-    Returns:
-      What computes both, when called with the number of the call.
-    """
+    """Makes torchmetrics' exact average precision, and precision at a recall, of every class."""
     from torchmetrics.functional import classification  # pyright: ignore[reportMissingImports]
 
     torch = _torch()
@@ -186,6 +205,11 @@ def _tensor(array: np.ndarray) -> Any:
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def _channels_last(images: np.ndarray) -> Any:
+    """Images [m, h, w, c] as PyTorch's [m, c, h, w], without moving a number."""
+    return _torch().from_numpy(images).permute(0, 3, 1, 2)
 
 
 def _finished(call, device, *, gradients=False):

@@ -1,7 +1,8 @@
 """Arrays that are expensive to make, kept on disk as .npy files.
 
-An entry is a directory that appears under its final name in one rename, when every file in it is complete:
-a reader finds all of it or nothing.  A cache that cannot be written costs time, never a run.
+An entry is a directory that appears under its final name in one rename, when every file in it is complete: a reader
+finds all of it or nothing, and checksums tell whether it is still what was written. A cache that cannot be written, or
+that is damaged, costs time, never a run.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,28 +22,34 @@ Arrays = dict[str, np.ndarray]
 
 
 def user_cache_dir() -> Path:
-    """The user's cache directory for this library: $XDG_CACHE_HOME/pols_jax, or ~/.cache/pols_jax.
+    """Returns the user's cache directory for this library: $XDG_CACHE_HOME/pols_jax, or ~/.cache/pols_jax.
 
-    >>> user_cache_dir().name
-    'pols_jax'
+    Examples:
+      >>> user_cache_dir().name
+      'pols_jax'
     """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pols_jax"
+    home = os.path.expanduser("~")
+    if home == "~":  # a user without a home: nothing can be written there, so nothing is cached
+        home = os.devnull
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")) / "pols_jax"
 
 
 def fingerprint(settings: Any) -> str:
-    """A short hash of JSON-able settings, to name a cache entry by.
+    """Returns a short hash of JSON-able settings, to name a cache entry by.
 
-    >>> fingerprint({"size": 32}) == fingerprint({"size": 28})
-    False
+    Examples:
+      >>> fingerprint({"size": 32}) == fingerprint({"size": 28})
+      False
     """
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def content_hash(arrays: Sequence[np.ndarray]) -> str:
-    """SHA-256 of the shapes, types and bytes of arrays.
+    """Returns the SHA-256 of the shapes, types and bytes of arrays.
 
-    >>> content_hash([np.zeros(3)]) == content_hash([np.zeros(4)])
-    False
+    Examples:
+      >>> content_hash([np.zeros(3)]) == content_hash([np.zeros(4)])
+      False
     """
     digest = hashlib.sha256()
     for array in arrays:
@@ -51,37 +59,65 @@ def content_hash(arrays: Sequence[np.ndarray]) -> str:
 
 
 def cached_arrays(name: str, make: Callable[[], Arrays], directories: Sequence[Path]) -> Arrays:
-    """Read the arrays called `name` from the first directory that has them, or make and store them.
+    """Reads the arrays called `name` from the first directory that has them, or makes and stores them.
 
-    Args:
-        name: Name of the entry; must change whenever the arrays would.
-        make: Makes the arrays by name.
-        directories: Where to look, and where to store, in order of preference; ones that cannot be written
-            are passed over.
+    The name must change whenever the arrays would. Directories that cannot be written to are passed over.
 
-    Returns:
-        Arrays by name.
+    Examples:
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     first = cached_arrays("ones", lambda: {"x": np.ones(2)}, [Path(folder)])
+      ...     second = cached_arrays("ones", lambda: {"x": np.zeros(2)}, [Path(folder)])
+      >>> second["x"]
+      array([1., 1.])
+    """
+    arrays = read_arrays(name, directories)
+    if arrays is None:
+        arrays = make()
+        write_arrays(name, arrays, directories)
+    return arrays
 
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     first = cached_arrays("ones", lambda: {"x": np.ones(2)}, [Path(folder)])
-    ...     second = cached_arrays("ones", lambda: {"x": np.zeros(2)}, [Path(folder)])
-    >>> second["x"]
-    array([1., 1.])
+
+def read_arrays(name: str, directories: Sequence[Path]) -> Arrays | None:
+    """Reads the arrays called `name` from the first directory that has them intact; None if there is none.
+
+    Examples:
+      >>> read_arrays("ones", [Path("no/such/directory")]) is None
+      True
     """
     for directory in directories:
-        with contextlib.suppress(OSError, ValueError, EOFError):  # absent, or damaged after it was written
+        # Absent; or damaged after it was written, and then NumPy raises whatever it stumbles over.
+        with contextlib.suppress(Exception):
             return _read(directory / name)
-    arrays = make()
+    return None
+
+
+def write_arrays(name: str, arrays: Arrays, directories: Sequence[Path]) -> None:
+    """Stores arrays in the first directory that can be written, instead of what is there under that name.
+
+    Examples:
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     write_arrays("ones", {"x": np.ones(2)}, [Path(folder)])
+      ...     read_arrays("ones", [Path(folder)])
+      {'x': array([1., 1.])}
+    """
     for directory in directories:
         with contextlib.suppress(OSError):
             _write(directory / name, arrays)
             break
-    return arrays
 
 
 def _read(entry: Path) -> Arrays:
-    names = json.loads((entry / "arrays.json").read_text())
-    return {name: np.load(entry / f"{name}.npy", allow_pickle=False) for name in names}
+    checksums = json.loads((entry / "arrays.json").read_text())
+    arrays = {name: np.load(entry / f"{name}.npy", allow_pickle=False) for name in checksums}
+    if {name: _checksum(array) for name, array in arrays.items()} != checksums:
+        raise ValueError(f"{entry} is damaged")
+    return arrays
+
+
+def _checksum(array: np.ndarray) -> int:
+    return zlib.crc32(
+        np.ascontiguousarray(array).data, zlib.crc32(f"{array.dtype.str}{array.shape}".encode())
+    )
 
 
 def _write(entry: Path, arrays: Arrays) -> None:
@@ -94,8 +130,9 @@ def _write(entry: Path, arrays: Arrays) -> None:
                 np.save(file, array, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
-        (unfinished / "arrays.json").write_text(json.dumps(sorted(arrays)))
-        if entry.exists():  # damaged, or else it would have been read; or another process was faster
+        checksums = {name: _checksum(array) for name, array in sorted(arrays.items())}
+        (unfinished / "arrays.json").write_text(json.dumps(checksums))
+        if entry.exists():  # older or damaged; or another process was faster
             shutil.rmtree(entry, ignore_errors=True)
         unfinished.rename(entry)
     except BaseException:

@@ -5,12 +5,15 @@ encoded images stay on disk and are decoded on the way.  Both give the same `Bat
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int, Key, UInt8
+
+from pols_jax.errors import DataError
 
 Augment: TypeAlias = Callable[
     [Key[jax.Array, "batch"], UInt8[jax.Array, "batch height width channels"]],
@@ -25,30 +28,26 @@ DEFAULT_MAX_BYTES = 2 * 2**30
 """Data sets whose decoded images are larger are streamed: what a small accelerator can hold beside a network."""
 
 
-class DataError(ValueError):
-    """The data that was asked for cannot be had; the message says why and what to do."""
-
-
-class DataWarning(UserWarning):
-    """Part of the data cannot be used; the message names and counts it."""
-
-
 class Batch(NamedTuple):
     """Examples that go through a network together.
 
     Attributes:
-        image: Pixels in [-1, 1].
-        label: Class ids.
-        mask: True for real examples, False for the rows that pad a batch to its size.
+      images: Pixels in [-1, 1]; uint8 on the way from a stream to `augment_batch`.
+      labels: Class ids.
+      where: True for real examples, False for the rows that pad a batch to its size.
 
-    >>> batch = Batch(np.zeros((2, 28, 28, 1), np.float32), np.array([3, 0], np.int32), np.array([True, False]))
-    >>> batch.label[batch.mask]
-    array([3], dtype=int32)
+    Examples:
+      >>> batch = Batch(np.zeros((2, 28, 28, 1), np.float32), np.array([3, 0], np.int32), np.array([True, False]))
+      >>> batch.labels[batch.where]
+      array([3], dtype=int32)
     """
 
-    image: Float[jax.Array | np.ndarray, "batch height width channels"]
-    label: Int[jax.Array | np.ndarray, "batch"]
-    mask: Bool[jax.Array | np.ndarray, "batch"]
+    images: (
+        Float[jax.Array | np.ndarray, "batch height width channels"]
+        | UInt8[jax.Array | np.ndarray, "batch height width channels"]
+    )
+    labels: Int[jax.Array | np.ndarray, "batch"]
+    where: Bool[jax.Array | np.ndarray, "batch"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,20 +55,21 @@ class ArraySplit:
     """A split in memory.
 
     Attributes:
-        images: uint8 [n, h, w, c].
-        labels: int32 [n].
+      images: uint8 pixels, shape ``[n, h, w, c]``; or float32 features in their place, shape ``[n, d]``.
+      labels: int32 class ids, shape ``[n]``.
 
-    >>> split = ArraySplit(images=np.zeros((5, 28, 28, 1), np.uint8), labels=np.arange(5, dtype=np.int32))
-    >>> len(split)
-    5
+    Examples:
+      >>> split = ArraySplit(images=np.zeros((5, 28, 28, 1), np.uint8), labels=np.arange(5, dtype=np.int32))
+      >>> len(split)
+      5
     """
 
-    images: UInt8[np.ndarray, "examples height width channels"]
+    images: UInt8[np.ndarray, "examples height width channels"] | Float[np.ndarray, "examples features"]
     labels: Int[np.ndarray, "examples"]
 
     def __post_init__(self) -> None:
-        """Check that every image has a label."""
-        if self.images.dtype != np.uint8 or self.images.ndim != 4:
+        """Checks that every image has a label."""
+        if (self.images.dtype, self.images.ndim) not in ((np.uint8, 4), (np.float32, 2)):
             raise ValueError(
                 f"images must be uint8 [n, h, w, c], got {self.images.dtype} {self.images.shape}"
             )
@@ -87,12 +87,13 @@ class StreamSplit:
     """A split whose images are read and decoded while it is used.
 
     Attributes:
-        records: Random access to (encoded image, label) pairs; pickled to the worker processes.
-        image_shape: Height, width and channels that images are decoded to.
+      records: Random access to (encoded image, label) pairs; pickled to the worker processes.
+      image_shape: Height, width and channels that images are decoded to.
 
-    >>> split = StreamSplit(records=[("cat/1.jpg", 0), ("dog/1.jpg", 1)], image_shape=(224, 224, 3))
-    >>> len(split)
-    2
+    Examples:
+      >>> split = StreamSplit(records=[("cat/1.jpg", 0), ("dog/1.jpg", 1)], image_shape=(224, 224, 3))
+      >>> len(split)
+      2
     """
 
     records: Sequence[tuple[EncodedImage, int]]
@@ -103,6 +104,7 @@ class StreamSplit:
 
 
 Split: TypeAlias = ArraySplit | StreamSplit
+"""The examples of a split, in memory or streamed."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,18 +112,19 @@ class Dataset:
     """A classification data set.
 
     Attributes:
-        name: The name that `load` was given.
-        class_names: One unique name per class; a label is an index into it.
-        image_shape: Height, width and channels.
-        train: Examples to learn from.
-        validation: Examples to choose hyperparameters with.
-        test: Examples for the final measurement, never used for a choice.
-        provenance: Where the data comes from (versions, hashes, split rule), ready for JSON.
-        augment: The augmentation that suits the images when training from memory, or None.
+      name: The name that `load` was given.
+      class_names: One unique name per class; a label is an index into it.
+      image_shape: Height, width and channels; for features, their number alone.
+      train: Examples to learn from.
+      validation: Examples to choose hyperparameters with.
+      test: Examples for the final measurement, never used for a choice.
+      provenance: Where the data comes from (versions, hashes, split rule), ready for JSON.
+      augment: The augmentation that is the data set's own, or None.
 
-    >>> split = ArraySplit(images=np.zeros((2, 8, 8, 1), np.uint8), labels=np.array([0, 1], np.int32))
-    >>> Dataset("pair", ("yes", "no"), (8, 8, 1), split, split, split, provenance={}).num_classes
-    2
+    Examples:
+      >>> split = ArraySplit(images=np.zeros((2, 8, 8, 1), np.uint8), labels=np.array([0, 1], np.int32))
+      >>> Dataset("pair", ("yes", "no"), (8, 8, 1), split, split, split, provenance={}).num_classes
+      2
     """
 
     name: str
@@ -134,15 +137,17 @@ class Dataset:
     augment: Augment | None = None
 
     def __post_init__(self) -> None:
-        """Check that a class is known by its name alone, and that labels are classes."""
+        """Checks that a class is known by its name alone, and that labels are classes."""
         if len(set(self.class_names)) != len(self.class_names):
-            raise DataError(f"the class names of {self.name} are not unique")
+            raise DataError(f"The class names of {self.name} are not unique.")
         for name in ("train", "validation", "test"):
             split = getattr(self, name)
             if isinstance(split, ArraySplit) and np.any(
                 (split.labels < 0) | (split.labels >= self.num_classes)
             ):
-                raise DataError(f"the {name} split of {self.name} has labels outside [0, {self.num_classes})")
+                raise DataError(
+                    f"The {name} split of {self.name} has labels outside [0, {self.num_classes})."
+                )
 
     @property
     def num_classes(self) -> int:
@@ -150,31 +155,63 @@ class Dataset:
         return len(self.class_names)
 
     def is_the_data_of(self, provenance: dict[str, Any]) -> bool:
-        """Whether recorded provenance is that of the same images; software versions may differ."""
+        """Tells whether recorded provenance is that of the same images; software versions may differ."""
         keys = ("content_sha256", "fingerprint")
-        return all(self.provenance.get(key) == provenance.get(key) for key in keys)
+        recorded = [key for key in keys if key in provenance]
+        if not recorded:
+            return not any(key in self.provenance for key in keys)
+        # Older records of folders have no hash of the contents: what they have is compared.
+        return all(self.provenance.get(key) == provenance[key] for key in recorded)
 
 
 def scale_pixels(images: UInt8[jax.Array | np.ndarray, "..."]) -> Float[jax.Array | np.ndarray, "..."]:
-    """Scale uint8 pixels to float32 in [-1, 1], on the device or with NumPy.
+    """Scales uint8 pixels to float32 in [-1, 1], on the device or with NumPy.
 
     Args:
-        images: [..., h, w, c], uint8.
+      images: uint8 pixels, shape ``[..., h, w, c]``.
 
     Returns:
-        The same shape, float32; 0 becomes -1 and 255 becomes 1.
+      The same shape, float32; 0 becomes -1 and 255 becomes 1.
 
-    >>> scale_pixels(np.array([0, 255], np.uint8)).tolist()
-    [-1.0, 1.0]
+    Examples:
+      >>> scale_pixels(np.array([0, 255], np.uint8)).tolist()
+      [-1.0, 1.0]
     """
     # The difference is exact and the product rounds once, so every compiler and NumPy give the same bits.
     return (images.astype(np.float32) - np.float32(127.5)) * np.float32(1 / 127.5)
 
 
-def num_bytes(shape: Sequence[int]) -> int:
-    """The size in bytes of a uint8 array.
+def network_input(
+    images: UInt8[jax.Array | np.ndarray, "..."] | Float[jax.Array | np.ndarray, "..."],
+) -> Float[jax.Array | np.ndarray, "..."]:
+    """Makes of stored images what a network takes: pixels are scaled to [-1, 1], and features stay as they are.
 
-    >>> num_bytes((60_000, 28, 28, 1))
-    47040000
+    Examples:
+      >>> network_input(np.array([0, 255], np.uint8)).tolist(), network_input(np.array([7.0], np.float32)).tolist()
+      ([-1.0, 1.0], [7.0])
     """
-    return int(np.prod(shape, dtype=np.int64))
+    return scale_pixels(images) if images.dtype == np.uint8 else images
+
+
+def num_bytes(shape: Sequence[int]) -> int:
+    """Returns the size in bytes of a uint8 array.
+
+    Examples:
+      >>> num_bytes((60_000, 28, 28, 1))
+      47040000
+    """
+    return math.prod(map(int, shape))
+
+
+def check_image_size(image_size: int, *, smallest: int = 1, largest: int = 4096) -> None:
+    """Raises unless pictures can have a height and width.
+
+    Examples:
+      >>> check_image_size(0)
+      Traceback (most recent call last):
+      pols_jax.errors.DataError: The image size must be a whole number of pixels from 1 to 4096, got 0.
+    """
+    if not isinstance(image_size, int | np.integer) or not smallest <= image_size <= largest:
+        raise DataError(
+            f"The image size must be a whole number of pixels from {smallest} to {largest}, got {image_size}."
+        )

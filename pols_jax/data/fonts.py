@@ -4,43 +4,31 @@ import dataclasses
 import glob
 import hashlib
 import io
-import struct
+import logging
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-from fontTools.ttLib import TTCollection, TTFont, TTLibError
+from fontTools.ttLib import TTCollection, TTFont
 from jaxtyping import UInt8
 from PIL import ImageFont
 
-from pols_jax.data.dataset import DataError
+from pols_jax.errors import DataError, printable, reason_of
+from pols_jax.files import read_bytes
+
+# What matters of a damaged font is raised; its log can have one line per name of the font.
+logging.getLogger("fontTools").setLevel(logging.CRITICAL)
 
 _TEXT_SIZE = 0.7  # em size as a share of the bitmap: nearly every character of DejaVu and Noto CJK fits
-_FONT_ERRORS = (
-    TTLibError,
-    KeyError,
-    AssertionError,
-    ValueError,
-    struct.error,
-)  # what fontTools raises for others
 _MARGIN = 1 / 16  # free border on each side as a share of the bitmap
 
 
 @dataclasses.dataclass(frozen=True)
 class Face:
-    """One typeface of a font file.
-
-    Attributes:
-        name: Family and style, as in "DejaVu Sans Bold".
-        path: The font file.
-        index: Which face of a collection; 0 for a plain font file.
-        sha256: Hash of the font file.
-
-    >>> Face("DejaVu Sans", Path("DejaVuSans.ttf"), index=0, sha256="3fdf69ca").name
-    'DejaVu Sans'
-    """
+    """One typeface: family and style, font file, place in a collection (else 0), and hash of the file."""
 
     name: str
     path: Path
@@ -49,53 +37,58 @@ class Face:
 
 
 def dejavu_paths() -> list[Path]:
-    """The twelve DejaVu text faces that matplotlib brings along.
+    """Lists the twelve DejaVu text faces that matplotlib brings along.
 
-    >>> len(dejavu_paths())
-    12
+    Examples:
+      >>> len(dejavu_paths())
+      12
     """
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     return sorted(path for path in folder.glob("DejaVuS*.ttf") if "Display" not in path.name)
 
 
 def read_faces(paths: Iterable[str | Path]) -> list[Face]:
-    """Read every face of font files; of a collection (.ttc, .otc) all that it holds.
+    """Reads every face of font files; of a collection (.ttc, .otc) all that it holds.
 
     Args:
-        paths: TrueType or OpenType files, or patterns such as "/usr/share/fonts/opentype/noto/*CJK*.ttc".
-
-    Returns:
-        The faces in the order of the files; the files of a pattern in the order of their names.
+      paths: TrueType or OpenType files, or patterns such as "/usr/share/fonts/opentype/noto/*CJK*.ttc".
 
     Raises:
-        DataError: A file cannot be read, or two faces have one name.
+      DataError: if a file cannot be read, or two faces have one name.
 
-    >>> read_faces(dejavu_paths()[:1])[0].name
-    'DejaVu Sans Bold'
+    Examples:
+      >>> read_faces(dejavu_paths()[:1])[0].name
+      'DejaVu Sans Bold'
     """
     faces = [face for path in paths for file in _files_of(str(path)) for face in _faces_of(file)]
     seen: dict[str, Face] = {}
     for face in faces:
         if face.name in seen:
             raise DataError(
-                f"the fonts {seen[face.name].path} and {face.path} both hold a face named {face.name!r}: leave one out"
+                f"The fonts {printable(seen[face.name].path)} and {printable(face.path)} both hold a face named "
+                f"{face.name!r}; leave one out."
             )
         seen[face.name] = face
     return faces
 
 
 def _files_of(path: str) -> list[Path]:
-    if Path(path).exists() or not glob.has_magic(path):
+    if os.path.exists(path) or not glob.has_magic(path):
         return [Path(path)]
     files = sorted(glob.glob(path))
     if not files:
-        raise DataError(f"no font file matches {path}: install the fonts, or name files that exist")
+        raise DataError(
+            f"No font file matches {printable(path)}; install the fonts, or name files that exist."
+        )
     return [Path(file) for file in files]
 
 
 def _faces_of(path: Path) -> list[Face]:
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
+    except OSError as error:
+        raise DataError(f"The font {printable(path)} cannot be opened: {reason_of(error)}.") from error
+    try:
         file = io.BytesIO(data)
         fonts = TTCollection(file, lazy=True).fonts if data[:4] == b"ttcf" else [TTFont(file, lazy=True)]
         sha256 = hashlib.sha256(data).hexdigest()
@@ -107,68 +100,79 @@ def _faces_of(path: Path) -> list[Face]:
                 for typographic, legacy in ((16, 1), (17, 2))
             )
             name = family if style in ("Regular", "Book", "") else f"{family} {style}"
-            faces.append(Face(name or path.stem, path, index, sha256))
+            faces.append(Face(printable(name or path.stem), path, index, sha256))
         return faces
-    except OSError as error:
-        raise DataError(f"the font {path} cannot be opened: {error.strerror or error}") from error
-    except _FONT_ERRORS as error:
-        raise DataError(f"the font {path} cannot be read as TrueType or OpenType: {error}") from error
+    except Exception as error:  # fontTools raises whatever a damaged table makes it stumble over
+        raise _unusable(path, "cannot be read as TrueType or OpenType", error) from error
+
+
+def _unusable(path: Path, what: str, error: Exception) -> DataError:
+    return DataError(f"The font {printable(path)} {what}: {printable(reason_of(error))}.")
 
 
 def characters_of(face: Face) -> frozenset[int]:
-    """The code points that a face has a glyph for.
+    """Returns the code points that a face has a glyph for.
 
-    >>> ord("A") in characters_of(read_faces(dejavu_paths()[:1])[0])
-    True
+    Examples:
+      >>> ord("A") in characters_of(read_faces(dejavu_paths()[:1])[0])
+      True
     """
     try:
         with TTFont(face.path, fontNumber=face.index, lazy=True) as font:
-            return frozenset(font.getBestCmap() or ())
-    except _FONT_ERRORS as error:
-        raise DataError(f"the characters of the font {face.path} cannot be read: {error}") from error
+            return frozenset(code_point for code_point in font.getBestCmap() or () if code_point < 0x110000)
+    except Exception as error:  # as above
+        raise _unusable(face.path, "has characters that cannot be read", error) from error
 
 
 def render(face: Face, characters: Sequence[int], size: int) -> UInt8[np.ndarray, "characters size size"]:
-    """Draw characters of a face, each centred by its ink, 255 on 0.
+    """Draws characters of a face, each centered by its ink, 255 on 0.
 
     All characters of a face share one text size, so that o and O differ; those too large for the bitmap are
     drawn smaller.
 
-    Args:
-        face: The typeface.
-        characters: Code points.
-        size: Height and width of a bitmap in pixels.
-
     Returns:
-        [characters, size, size], uint8; all zero where a character leaves no ink.
+      Bitmaps, uint8, shape ``[characters, size, size]``; all zero where a character leaves no ink.
 
-    >>> render(read_faces(dejavu_paths()[:1])[0], [ord("A"), ord(" ")], 32).any(axis=(1, 2)).tolist()
-    [True, False]
+    Raises:
+      DataError: if the outlines of a character are damaged.
+
+    Examples:
+      >>> render(read_faces(dejavu_paths()[:1])[0], [ord("A"), ord(" ")], 32).any(axis=(1, 2)).tolist()
+      [True, False]
     """
-    text_size, room = max(1, round(_TEXT_SIZE * size)), size - 2 * max(1, round(_MARGIN * size))
+    room = size - 2 * max(1, round(_MARGIN * size))
     bitmaps = np.zeros((len(characters), size, size), np.uint8)
     fonts: dict[int, ImageFont.FreeTypeFont] = {}
     for bitmap, character in zip(bitmaps, characters, strict=True):
-        ink = None
-        fitting_size = text_size
-        while fitting_size:
-            if fitting_size not in fonts:
-                # The basic layout does not depend on whether Raqm is installed.
-                fonts[fitting_size] = ImageFont.truetype(
-                    str(face.path), fitting_size, index=face.index, layout_engine=ImageFont.Layout.BASIC
-                )
-            ink = _ink(fonts[fitting_size], chr(character))
-            if ink is None or max(ink.shape) <= room:
-                break
-            fitting_size = min(fitting_size - 1, fitting_size * room // max(ink.shape))
+        try:
+            ink = _fitting_ink(face, character, max(1, round(_TEXT_SIZE * size)), room, fonts)
+        except Exception as error:  # FreeType's errors come as OSError, Pillow's as several others
+            raise _unusable(face.path, f"cannot draw U+{character:04X}", error) from error
         if ink is not None:
             top, left = (size - ink.shape[0]) // 2, (size - ink.shape[1]) // 2
             bitmap[top : top + ink.shape[0], left : left + ink.shape[1]] = ink
     return bitmaps
 
 
+def _fitting_ink(
+    face: Face, character: int, text_size: int, room: int, fonts: dict[int, ImageFont.FreeTypeFont]
+) -> UInt8[np.ndarray, "height width"] | None:
+    """Draws a character as large as the text size and the room allow; fonts of other sizes are kept in `fonts`."""
+    while text_size:
+        if text_size not in fonts:
+            # The basic layout does not depend on whether Raqm is installed.
+            fonts[text_size] = ImageFont.truetype(
+                str(face.path), text_size, index=face.index, layout_engine=ImageFont.Layout.BASIC
+            )
+        ink = _ink(fonts[text_size], chr(character))
+        if ink is None or max(ink.shape) <= room:
+            return ink
+        text_size = min(text_size - 1, text_size * room // max(ink.shape))
+    return None
+
+
 def _ink(font: ImageFont.FreeTypeFont, character: str) -> UInt8[np.ndarray, "height width"] | None:
-    """The smallest bitmap that holds all ink of a character, or None."""
+    """Returns the smallest bitmap that holds all ink of a character, or None."""
     mask: Any = font.getmask(character, mode="L")  # the stubs do not know that it has bytes
     box = mask.getbbox()
     if box is None:

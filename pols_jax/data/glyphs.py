@@ -6,6 +6,7 @@ Greek Alpha, superscript and subscript two) are one class, named after the first
 """
 
 import fnmatch
+import logging
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +19,19 @@ from jaxtyping import Int
 
 from pols_jax.data import array_cache
 from pols_jax.data.augmentation import augment_glyphs
-from pols_jax.data.dataset import ArraySplit, DataError, Dataset
+from pols_jax.data.dataset import DEFAULT_MAX_BYTES, ArraySplit, Dataset, check_image_size, num_bytes
 from pols_jax.data.fonts import Face, characters_of, dejavu_paths, read_faces, render
+from pols_jax.errors import DataError
+
+_logger = logging.getLogger(__name__)
 
 # One test face per family, each in another style; every style is seen in training in another family, and every
 # family in at least two other styles. So the test varies family, weight and slant, and no axis is extrapolated.
 DEJAVU_VALIDATION = ("DejaVu Sans Oblique",)
 DEJAVU_TEST = ("DejaVu Sans Bold", "DejaVu Sans Mono Oblique", "DejaVu Serif Bold Italic")
 
+_LEGIBLE = 8  # pixels that a character needs at least
+_MAX_BYTES = 8 * DEFAULT_MAX_BYTES  # of all bitmaps together, which are kept in memory
 _SUBSET_SEED = 0  # fixes which classes `max_classes` keeps
 
 
@@ -39,24 +45,28 @@ def load_glyphs(
     image_size: int = 32,
     max_classes: int | None = None,
 ) -> Dataset:
-    """Draw the characters that all faces have.
+    """Draws the characters that all faces have.
 
     Args:
-        fonts: TrueType or OpenType files, collections included, or patterns of such; by default matplotlib's twelve
-            DejaVu faces.
-        characters: Ranges of code points such as "4E00-9FFF,3400-4DBF"; by default everything.
-        train_faces: Names or patterns ("Noto Sans CJK JP *") of the faces to learn from. Name the faces of all
-            three splits or of none; faces in no split are not used.
-        validation_faces: Names or patterns of the faces to validate with.
-        test_faces: Names or patterns of the faces to test with.
-        image_size: Height and width of the bitmaps in pixels.
-        max_classes: Keep this many classes: a fixed random choice, and a smaller choice is part of a larger one.
+      fonts: TrueType or OpenType files, collections included, or patterns of such; by default matplotlib's twelve
+        DejaVu faces.
+      characters: Ranges of code points such as "4E00-9FFF,3400-4DBF"; by default everything.
+      train_faces: Names or patterns ("Noto Sans CJK JP *") of the faces to learn from. Name the faces of all
+        three splits or of none; faces in no split are not used.
+      validation_faces: Names or patterns of the faces to validate with.
+      test_faces: Names or patterns of the faces to test with.
+      image_size: Height and width of the bitmaps in pixels.
+      max_classes: Keep this many classes: a fixed random choice, and a smaller choice is part of a larger one.
 
     Returns:
-        The data set; images are [image_size, image_size, 1], ink 255 on 0.
+      The data set; images have shape ``[image_size, image_size, 1]``, ink 255 on 0.
 
-    >>> load_glyphs(characters="0030-0039").class_names[:2]
-    ('DIGIT ZERO', 'DIGIT ONE')
+    Raises:
+      DataError: if a font cannot be used, or the faces, characters, sizes or classes asked for cannot be had.
+
+    Examples:
+      >>> load_glyphs(characters="0030-0039").class_names[:2]
+      ('DIGIT ZERO', 'DIGIT ONE')
     """
     for option, value in {
         "fonts": fonts,
@@ -65,9 +75,9 @@ def load_glyphs(
         "test_faces": test_faces,
     }.items():
         if isinstance(value, str):
-            raise DataError(f"{option} must be a list, not the single string {value!r}")
-    if image_size < 8:
-        raise DataError(f"glyphs of {image_size} pixels are not legible: ask for at least 8")
+            raise DataError(f"The option {option} must be a list, not the single string {value!r}.")
+    check_image_size(image_size, smallest=_LEGIBLE)
+    image_size = int(image_size)
     faces_of_split = _split_faces(
         read_faces(fonts or dejavu_paths()),
         {"train": train_faces, "validation": validation_faces, "test": test_faces},
@@ -75,6 +85,12 @@ def load_glyphs(
     )
     used = [face for split in faces_of_split.values() for face in split]
     common = _common_characters(used, None if characters is None else parse_ranges(characters))
+    needed = num_bytes((len(used), len(common), image_size, image_size))
+    if needed > _MAX_BYTES:
+        raise DataError(
+            f"{len(common)} characters in {len(used)} faces at {image_size} pixels take {needed / 2**30:.0f} GiB of "
+            "memory; ask for a smaller image size or fewer characters."
+        )
 
     drawing = {
         "format": 1,
@@ -92,7 +108,7 @@ def load_glyphs(
     bitmaps, code_points = cached["bitmaps"], cached["code_points"]  # [faces, classes, h, w], [classes]
     if len(code_points) < 2:
         raise DataError(
-            f"only {len(code_points)} characters leave ink in every face: choose other characters"
+            f"Only {len(code_points)} characters leave ink in every face; choose other characters."
         )
     if max_classes is not None:
         kept = _subset(len(code_points), max_classes)
@@ -130,22 +146,17 @@ def load_glyphs(
 
 
 def _count_drawn_as_in(train: ArraySplit, split: ArraySplit) -> int:
-    """How many images of a split equal a training image: faces of one family share some of their symbols."""
+    """Counts the images of a split that equal a training image: faces of one family share some of their symbols."""
     seen = {image.tobytes() for image in train.images}
     return sum(image.tobytes() in seen for image in split.images)
 
 
 def parse_ranges(text: str) -> frozenset[int]:
-    """Read ranges of code points.
+    """Reads ranges of hexadecimal code points, as in "4E00-9FFF,3400-4DBF,U+3007".
 
-    Args:
-        text: Hexadecimal code points and ranges, as in "4E00-9FFF,3400-4DBF,U+3007".
-
-    Returns:
-        The code points.
-
-    >>> sorted(parse_ranges("30-32,U+41"))
-    [48, 49, 50, 65]
+    Examples:
+      >>> sorted(parse_ranges("30-32,U+41"))
+      [48, 49, 50, 65]
     """
     code_points: set[int] = set()
     for part in text.split(","):
@@ -155,16 +166,17 @@ def parse_ranges(text: str) -> frozenset[int]:
         except ValueError:
             first, last = 1, 0
         if len(ends) > 2 or not 0 <= first <= last <= 0x10FFFF:
-            raise DataError(f"{part!r} is not a range of code points: write ranges as 4E00-9FFF,3400-4DBF")
+            raise DataError(f"{part!r} is not a range of code points; write ranges as 4E00-9FFF,3400-4DBF.")
         code_points.update(range(first, last + 1))
     return frozenset(code_points)
 
 
 def character_name(code_point: int) -> str:
-    """The Unicode name of a character, or its number where it has none.
+    """Returns the Unicode name of a character, or its number where it has none.
 
-    >>> character_name(0x41), character_name(0xE000)
-    ('LATIN CAPITAL LETTER A', 'U+E000')
+    Examples:
+      >>> character_name(0x41), character_name(0xE000)
+      ('LATIN CAPITAL LETTER A', 'U+E000')
     """
     return unicodedata.name(chr(code_point), f"U+{code_point:04X}")
 
@@ -172,12 +184,12 @@ def character_name(code_point: int) -> str:
 def _split_faces(
     faces: Sequence[Face], patterns: dict[str, Sequence[str]], *, is_dejavu: bool
 ) -> dict[str, list[Face]]:
-    """Decide which face is in which split."""
+    """Decides which face is in which split."""
     known = ", ".join(face.name for face in faces)
     if any(patterns.values()):
         if not all(patterns.values()):
             missing = ", ".join(f"{split}_faces" for split, chosen in patterns.items() if not chosen)
-            raise DataError(f"name the faces of all three splits or of none: {missing} is missing")
+            raise DataError(f"Name the faces of all three splits or of none; {missing} is missing.")
         chosen = {split: _matching_faces(faces, names) for split, names in patterns.items()}
     elif is_dejavu:
         held_out = DEJAVU_VALIDATION + DEJAVU_TEST
@@ -197,14 +209,14 @@ def _split_faces(
     if not all(chosen.values()):
         raise DataError(
             f"{len(faces)} faces are too few to train, validate and test on different ones, "
-            f"three is the least: {known}"
+            f"three is the least: {known}."
         )
     split_of: dict[str, str] = {}
     for split, split_faces in chosen.items():
         for face in split_faces:
             if face.name in split_of:
                 raise DataError(
-                    f"the face {face.name!r} is in {split_of[face.name]}_faces and in {split}_faces"
+                    f"The face {face.name!r} is in {split_of[face.name]}_faces and in {split}_faces."
                 )
             split_of[face.name] = split
     return chosen
@@ -214,13 +226,13 @@ def _matching_faces(faces: Sequence[Face], patterns: Sequence[str]) -> list[Face
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(face.name, pattern) for face in faces):
             raise DataError(
-                f"no face is named {pattern!r}; there are: {', '.join(face.name for face in faces)}"
+                f"No face is named {pattern!r}; there are: {', '.join(face.name for face in faces)}."
             )
     return [face for face in faces if any(fnmatch.fnmatchcase(face.name, pattern) for pattern in patterns)]
 
 
 def _common_characters(faces: Sequence[Face], wanted: frozenset[int] | None) -> list[int]:
-    """The code points that every face has, in order."""
+    """Lists the code points that every face has, in order."""
     available = {face.name: characters_of(face) for face in faces}
     if wanted is not None:
         available = {name: characters & wanted for name, characters in available.items()}
@@ -228,14 +240,15 @@ def _common_characters(faces: Sequence[Face], wanted: frozenset[int] | None) -> 
     if len(common) < 2:
         poorest = min(available, key=lambda name: len(available[name]))
         raise DataError(
-            f"the faces have {len(common)} of the characters in common, at least 2 are needed: "
-            f"{poorest!r} has the fewest, {len(available[poorest])}"
+            f"The faces have {len(common)} of the characters in common, at least 2 are needed; "
+            f"{poorest!r} has the fewest, {len(available[poorest])}."
         )
     return sorted(common)
 
 
 def _draw_classes(faces: Sequence[Face], characters: Sequence[int], size: int) -> array_cache.Arrays:
-    """Draw characters, without those that leave no ink in some face, and merge those that look the same."""
+    """Draws characters, without those that leave no ink in some face, and merges those that look the same."""
+    _logger.info("Drawing %s characters in %d faces ...", f"{len(characters):,}", len(faces))
     bitmaps = np.stack([render(face, characters, size) for face in faces])
     first_look: dict[bytes, int] = {}
     for i in np.flatnonzero(bitmaps.any(axis=(2, 3)).all(axis=0)).tolist():
@@ -245,9 +258,9 @@ def _draw_classes(faces: Sequence[Face], characters: Sequence[int], size: int) -
 
 
 def _subset(num_classes: int, max_classes: int) -> Int[np.ndarray, "classes"]:
-    """A fixed random choice of classes, in order; smaller choices are parts of larger ones."""
+    """Makes a fixed random choice of classes, in order; smaller choices are parts of larger ones."""
     if not 2 <= max_classes <= num_classes:
         raise DataError(
-            f"max_classes must be between 2 and the {num_classes} classes there are, got {max_classes}"
+            f"The option max_classes must be between 2 and the {num_classes} classes there are, got {max_classes}."
         )
     return np.sort(np.random.default_rng(_SUBSET_SEED).permutation(num_classes)[:max_classes])

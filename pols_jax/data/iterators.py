@@ -6,6 +6,7 @@ alone, so any step can be the first one, and it does not matter which worker doe
 
 import collections
 import dataclasses
+import functools
 import itertools
 import multiprocessing
 import os
@@ -15,17 +16,17 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-import grain
 import jax
 import numpy as np
-from absl import flags
 from jaxtyping import Bool, Int, UInt8
 
-from pols_jax.data.dataset import ArraySplit, Batch, DataWarning, Split, StreamSplit, scale_pixels
-from pols_jax.data.images import ImageError, decode_image, decode_random_crop
+from pols_jax.data.dataset import ArraySplit, Batch, Split, StreamSplit, network_input, scale_pixels
+from pols_jax.data.images import decode_image
 from pols_jax.data.sampling import StepRows, rows_per_shard, step_rows
+from pols_jax.errors import DataWarning, ImageError
 
 _LAST_STEP = 2**31 - 1  # steps are int32 on the device
+_MAX_THREADS = 8
 
 T = TypeVar("T")
 
@@ -33,32 +34,36 @@ T = TypeVar("T")
 def evaluation_batches(
     split: Split, *, batch_size: int, process_index: int = 0, process_count: int = 1, num_workers: int = 0
 ) -> Iterator[Batch]:
-    """Pass every example of a split once, in order.
+    """Passes every example of a split once, in order.
 
     Args:
-        split: The examples, in memory or streamed.
-        batch_size: m, over all hosts.
-        process_index: Index of this host.
-        process_count: Number of hosts, must divide m.
-        num_workers: Worker processes that decode a streamed split; with 0, this process does.
+      split: The examples, in memory or streamed.
+      batch_size: Examples per batch, ``m``, over all hosts.
+      process_index: Index of this host.
+      process_count: Number of hosts, must divide m.
+      num_workers: Worker processes that decode a streamed split; with 0, threads of this process do.
 
     Yields:
-        Batches of m / process_count rows (NumPy); rows past the end are masked. Every host gets the same number
-        of batches. A picture that cannot be decoded is masked too, with a `DataWarning` that names it.
+      Batches of m / process_count rows (NumPy); rows past the end are masked. Every host gets the same number
+      of batches. A picture that cannot be decoded is masked too, with a `DataWarning` that names it.
 
-    >>> split = ArraySplit(images=np.zeros((5, 8, 8, 1), np.uint8), labels=np.arange(5, dtype=np.int32))
-    >>> [batch.label.tolist() for batch in evaluation_batches(split, batch_size=4)]
-    [[0, 1, 2, 3], [4, 0, 0, 0]]
+    Examples:
+      >>> split = ArraySplit(images=np.zeros((5, 8, 8, 1), np.uint8), labels=np.arange(5, dtype=np.int32))
+      >>> [batch.labels.tolist() for batch in evaluation_batches(split, batch_size=4)]
+      [[0, 1, 2, 3], [4, 0, 0, 0]]
     """
-    plan = _InOrder(len(split), batch_size, process_index, process_count)
+    place = {"batch_size": batch_size, "process_index": process_index, "process_count": process_count}
+    plan = functools.partial(_rows_in_order, len(split), **place)
     num_batches = -(-len(split) // batch_size)
     if isinstance(split, ArraySplit):
         for i in range(num_batches):
             rows = plan(i)
-            image = scale_pixels(split.images[rows.example])
-            yield Batch(image=image, label=np.where(rows.mask, split.labels[rows.example], 0), mask=rows.mask)
+            images = network_input(split.images[rows.example])
+            labels = np.where(rows.where, split.labels[rows.example], 0)
+            yield Batch(images=images, labels=labels, where=rows.where)
     else:
-        yield from _streamed(_BatchReader(split, plan), range(num_batches), num_workers)
+        for batch in _streamed(_BatchReader(split, plan), range(num_batches), num_workers):
+            yield batch._replace(images=scale_pixels(np.asarray(batch.images)))
 
 
 def stream_batches(
@@ -71,53 +76,57 @@ def stream_batches(
     process_count: int = 1,
     num_workers: int = 0,
 ) -> Iterator[Batch]:
-    """Stream training batches without end, each a random crop of its examples, mirrored half of the time.
+    """Streams training batches without end: the pictures that `sample_batch` would draw, before augmentation.
 
-    Examples come in the same order, with the same padding, as `sample_batch` would draw them.
+    Order and padding are the same, and `augment_batch` makes of these pixels what `sample_batch` would have made.
 
     Args:
-        split: The examples.
-        seed: Seed of the run.
-        batch_size: m, over all hosts.
-        start_step: Global step of the first batch; a resumed run starts here.
-        process_index: Index of this host.
-        process_count: Number of hosts, must divide m.
-        num_workers: Worker processes that read and decode; with 0, this process does. The batches are the same.
+      split: The examples.
+      seed: Seed of the run.
+      batch_size: Examples per batch, ``m``, over all hosts.
+      start_step: Global step of the first batch; a resumed run starts here.
+      process_index: Index of this host.
+      process_count: Number of hosts, must divide m.
+      num_workers: Worker processes that read and decode; with 0, threads of this process do. The batches are the same.
 
     Yields:
-        This host's m / process_count rows (NumPy) of the global batch of each step. A picture that cannot be
-        decoded is masked, with a `DataWarning` that names it.
+      This host's m / process_count rows (NumPy, uint8 pixels) of the global batch of each step. A picture that cannot
+      be decoded is masked, with a `DataWarning` that names it.
 
     Raises:
-        RuntimeError: A worker process died.
+      RuntimeError: if a worker process died.
 
-    >>> import tempfile, PIL.Image
-    >>> with tempfile.NamedTemporaryFile(suffix=".png") as file:
-    ...     PIL.Image.new("RGB", (40, 30)).save(file)
-    ...     split = StreamSplit(records=[(file.name, 0)], image_shape=(24, 24, 3))
-    ...     batch = next(stream_batches(split, seed=0, batch_size=2))
-    >>> batch.mask
-    array([ True, False])
+    Examples:
+      >>> import tempfile, PIL.Image
+      >>> with tempfile.NamedTemporaryFile(suffix=".png") as file:
+      ...     PIL.Image.new("RGB", (40, 30)).save(file)
+      ...     split = StreamSplit(records=[(file.name, 0)], image_shape=(24, 24, 3))
+      ...     batch = next(stream_batches(split, seed=0, batch_size=2))
+      >>> batch.where
+      array([ True, False])
     """
-    plan = _Shuffled(len(split), seed, batch_size, process_index, process_count)
-    return _streamed(_BatchReader(split, plan, crop_seed=seed), range(start_step, _LAST_STEP), num_workers)
+    place = {"batch_size": batch_size, "process_index": process_index, "process_count": process_count}
+    plan = functools.partial(step_rows, len(split), seed=seed, **place)
+    read = _BatchReader(split, plan, reads_padding=True)
+    return _streamed(read, range(start_step, _LAST_STEP), num_workers)
 
 
 def prefetch_to_device(
     batches: Iterable[T], *, size: int = 2, put: Callable[[T], T] = jax.device_put
 ) -> Iterator[T]:
-    """Start the transfer of the next batches while the device works on this one.
+    """Starts the transfer of the next batches while the device works on this one.
 
     Args:
-        batches: Batches on the host.
-        size: Number of batches on the device at a time; 2 hides the transfer.
-        put: Starts a transfer without waiting for it; give one that shards or reshapes where needed.
+      batches: Batches on the host.
+      size: Number of batches on the device at a time; 2 hides the transfer.
+      put: Starts a transfer without waiting for it; give one that shards or reshapes where needed.
 
     Yields:
-        The same batches on the device.
+      The same batches on the device.
 
-    >>> [int(x) for x in prefetch_to_device(np.arange(3))]
-    [0, 1, 2]
+    Examples:
+      >>> [int(x) for x in prefetch_to_device(np.arange(3))]
+      [0, 1, 2]
     """
     source = iter(batches)
     queue = collections.deque(put(batch) for batch in itertools.islice(source, size))
@@ -126,43 +135,14 @@ def prefetch_to_device(
         queue.extend(put(batch) for batch in itertools.islice(source, 1))
 
 
-@dataclasses.dataclass(frozen=True)
-class _InOrder:
-    """Which examples a host reads for each evaluation batch."""
-
-    num_examples: int
-    batch_size: int
-    process_index: int
-    process_count: int
-
-    def __call__(self, batch: int) -> StepRows:
-        rows = rows_per_shard(self.batch_size, self.process_count)
-        row = self.process_index * rows + np.arange(rows)
-        position = batch * self.batch_size + row
-        return StepRows(
-            example=np.minimum(position, self.num_examples - 1), mask=position < self.num_examples, row=row
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shuffled:
-    """Which examples a host reads for each training step."""
-
-    num_examples: int
-    seed: int
-    batch_size: int
-    process_index: int
-    process_count: int
-
-    def __call__(self, step: int) -> StepRows:
-        return step_rows(
-            self.num_examples,
-            step,
-            seed=self.seed,
-            batch_size=self.batch_size,
-            process_index=self.process_index,
-            process_count=self.process_count,
-        )
+def _rows_in_order(
+    num_examples: int, batch: int, *, batch_size: int, process_index: int, process_count: int
+) -> StepRows:
+    """Which examples a host reads for an evaluation batch; `step_rows` says it for a training step."""
+    rows = rows_per_shard(batch_size, process_count)
+    row = process_index * rows + np.arange(rows)
+    position = batch * batch_size + row
+    return StepRows(example=np.minimum(position, num_examples - 1), where=position < num_examples, row=row)
 
 
 class _DecodedBatch(NamedTuple):
@@ -170,7 +150,7 @@ class _DecodedBatch(NamedTuple):
 
     images: UInt8[np.ndarray, "rows height width channels"]
     labels: Int[np.ndarray, "rows"]
-    mask: Bool[np.ndarray, "rows"]
+    where: Bool[np.ndarray, "rows"]
     broken: list[str]
 
 
@@ -180,38 +160,35 @@ class _BatchReader:
 
     split: StreamSplit
     plan: Callable[[int], StepRows]
-    crop_seed: int | None = None  # None: central crops
+    reads_padding: bool = False  # batch statistics look at padding in training; in evaluation nothing does
 
     def __call__(self, step: int) -> _DecodedBatch:
         rows = self.plan(step)
         images = np.zeros((len(rows.row), *self.split.image_shape), np.uint8)
-        labels, mask, broken = np.zeros(len(rows.row), np.int32), rows.mask.copy(), []
-        for i, (example, row) in enumerate(zip(rows.example.tolist(), rows.row.tolist(), strict=True)):
-            if self.crop_seed is None and not mask[i]:
-                continue  # nothing looks at padding in evaluation
+        labels, where, broken = np.zeros(len(rows.row), np.int32), rows.where.copy(), []
+        for i, example in enumerate(rows.example.tolist()):
+            if not where[i] and not self.reads_padding:
+                continue
             source, labels[i] = self.split.records[example]
             try:
-                if self.crop_seed is None:
-                    images[i] = decode_image(source, self.split.image_shape)
-                else:
-                    generator = np.random.default_rng((self.crop_seed, step, row))
-                    images[i] = decode_random_crop(source, self.split.image_shape, generator)
+                images[i] = decode_image(source, self.split.image_shape)
             except ImageError as error:
-                mask[i] = False
-                broken.append(f"record {example}: {error}")
-        return _DecodedBatch(images, labels, mask, broken)
+                where[i] = False
+                broken.append(f"Record {example}: {error}")
+        return _DecodedBatch(images, labels, where, broken)
 
 
 def _prepare_worker(worker_index: int, worker_count: int) -> None:
-    """Tie a worker's life to the main process."""
+    """Ties a worker's life to the main process."""
     del worker_index, worker_count
-    # Ctrl-C reaches every process of a terminal: leave it to the main process, which stops the workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C and a terminal that closes reach every process: leave it to the main process, which stops the workers.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_main_process, daemon=True).start()
 
 
 def _exit_with_main_process() -> None:
-    """End this process when the main one is gone; grain's workers would wait for it forever."""
+    """Ends this process when the main one is gone; grain's workers would wait for it forever."""
     main_process = multiprocessing.parent_process()
     if main_process is not None:
         main_process.join()
@@ -219,11 +196,13 @@ def _exit_with_main_process() -> None:
 
 
 def _streamed(read: _BatchReader, steps: range, num_workers: int) -> Iterator[Batch]:
-    batches = (
-        grain.MapDataset.range(steps.start, steps.stop)
-        .map(read)
-        .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
-    )
+    import grain  # here, because batches of arrays in memory need neither
+    from absl import flags
+
+    # Pillow decodes, but does not resize, outside of the interpreter lock; each thread reads a batch of its own.
+    num_threads = 1 if num_workers else min(_MAX_THREADS, os.cpu_count() or 1)
+    options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=num_threads + 1)
+    batches = grain.MapDataset.range(steps.start, steps.stop).map(read).to_iter_dataset(options)
     if num_workers:
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # grain reads its absl flags, which only absl's own main would parse
@@ -232,10 +211,10 @@ def _streamed(read: _BatchReader, steps: range, num_workers: int) -> Iterator[Ba
     reported: set[str] = set()
     iterator: Any = iter(batches)
     try:
-        for images, labels, mask, broken in iterator:
+        for images, labels, where, broken in iterator:
             for message in set(broken) - reported:
                 reported.add(message)
-                warnings.warn(f"{message} ({len(reported)} so far); it is masked", DataWarning, stacklevel=2)
-            yield Batch(image=scale_pixels(images), label=labels, mask=mask)
+                warnings.warn(f"{message} It is masked ({len(reported)} so far).", DataWarning, stacklevel=2)
+            yield Batch(images=images, labels=labels, where=where)
     finally:
         iterator.close()

@@ -3,33 +3,34 @@
 import difflib
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
-from pols_jax.data.dataset import DataError, Dataset
-from pols_jax.data.folders import load_folder
-from pols_jax.data.glyphs import load_glyphs
-from pols_jax.data.tfds_sets import data_directory, known_names, load_tfds
+from pols_jax import data
+from pols_jax.data.dataset import Dataset
+from pols_jax.errors import DataError, printable
 
 _FOLDER_PREFIX = "folder:"
 
 
 def load(name: str, **options: Any) -> Dataset:
-    """Load a data set.
+    """Loads a data set.
 
     Args:
-        name: "glyphs"; the name of a tfds image classification set ("mnist", "svhn_cropped", "cifar10", "cifar100",
-            "imagenet2012", "omniglot", ...); or "folder:PATH".
-        **options: Options of that data set: see `load_glyphs`, `load_tfds` and `load_folder`.
+      name: "glyphs"; the name of a tfds image classification set ("mnist", "svhn_cropped", "cifar10", "cifar100",
+        "imagenet2012", "omniglot", ...); or "folder:PATH".
+      **options: Options of that data set: see `load_glyphs`, `load_tfds` and `load_folder`.
 
     Returns:
-        The data set.
+      The data set.
 
     Raises:
-        DataError: There is no such data set or option, or the data cannot be had.
+      DataError: if there is no such data set or option, or the data cannot be had.
 
-    >>> load("glyphs", characters="0030-0039").num_classes
-    10
+    Examples:
+      >>> load("glyphs", characters="0030-0039").num_classes
+      10
     """
     loader = _loader(name, options.get("data_dir"))
     known = [
@@ -38,17 +39,28 @@ def load(name: str, **options: Any) -> Dataset:
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     ]
     if unknown := sorted(set(options) - set(known)):
-        raise DataError(f"the data set {name} has no option {', '.join(unknown)}; it has: {', '.join(known)}")
+        raise DataError(
+            f"The data set {printable(name)} has no option {', '.join(unknown)}; it has: {', '.join(known)}."
+        )
     return loader(**options)
 
 
 def _loader(name: str, data_dir: Any) -> Callable[..., Dataset]:
     if name == "glyphs":
-        return load_glyphs
+        return data.load_glyphs
     if name.startswith(_FOLDER_PREFIX):
-        return functools.partial(load_folder, name.removeprefix(_FOLDER_PREFIX))
-    if not name or not (name.split("/")[0] in known_names() or (data_directory(data_dir) / name).is_dir()):
-        near = difflib.get_close_matches(name, ["glyphs", *known_names()], n=3, cutoff=0.4)
+        return functools.partial(data.load_folder, name.removeprefix(_FOLDER_PREFIX))
+    from pols_jax.data import tfds_sets  # here, because glyphs and folders are had without it
+
+    known_names = tfds_sets.known_names()
+    if name.split("/")[0] not in known_names and not tfds_sets.is_prepared(name, data_dir):
+        if os.path.isdir(os.path.expanduser(name)):
+            raise DataError(
+                f"There is no data set named {name!r}; for the pictures in that folder, write folder:{printable(name)}."
+            )
+        near = difflib.get_close_matches(name, ["glyphs", *known_names], n=3, cutoff=0.4)
         nearest = f"the nearest names are {', '.join(near)}" if near else "one that is always there is glyphs"
-        raise DataError(f"there is no data set {name!r}: {nearest}; your own pictures are folder:PATH")
-    return functools.partial(load_tfds, name)
+        raise DataError(
+            f"There is no data set named {name!r}; {nearest}, and your own pictures are folder:PATH."
+        )
+    return functools.partial(tfds_sets.load_tfds, name)

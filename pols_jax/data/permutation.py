@@ -21,7 +21,7 @@ _GOLDEN = 0x9E3779B9
 
 
 def _mix(x):
-    """Spread every bit of uint32 `x` over all bits (the finaliser of MurmurHash3)."""
+    """Spreads every bit of uint32 `x` over all bits (the finalizer of MurmurHash3)."""
     x = x ^ (x >> np.uint32(16))
     x = x * np.uint32(0x85EBCA6B)
     x = x ^ (x >> np.uint32(13))
@@ -30,7 +30,7 @@ def _mix(x):
 
 
 def _feistel(x, key, num_bits: int):
-    """Permute uint32 `x` in [0, 2**num_bits); the two halves may differ in width by one bit."""
+    """Permutes uint32 `x` in [0, 2**num_bits); the two halves may differ in width by one bit."""
     low_bits = num_bits // 2
     low_mask, high_mask = np.uint32((1 << low_bits) - 1), np.uint32((1 << (num_bits - low_bits)) - 1)
     low, high = x & low_mask, x >> np.uint32(low_bits)
@@ -52,19 +52,20 @@ def _epoch_key(seed, epoch, xp: types.ModuleType):
 def epoch_order(
     positions: Int[jax.Array, "positions"], num_examples: int, *, seed, epoch
 ) -> Int[jax.Array, "positions"]:
-    """Look up which examples come at `positions` of an epoch, under jit.
+    """Looks up which examples come at `positions` of an epoch, under jit.
 
     Args:
-        positions: [p], int32, each in [0, num_examples).
-        num_examples: n, below 2**31.
-        seed: Seed of the run, an int or an integer scalar that may be traced.
-        epoch: Number of the epoch, an int or an integer scalar that may be traced.
+      positions: int32, each in [0, num_examples), shape ``[p]``.
+      num_examples: The number of examples ``n``, below 2**31.
+      seed: Seed of the run, an int or an integer scalar that may be traced.
+      epoch: Number of the epoch, an int or an integer scalar that may be traced.
 
     Returns:
-        [p], int32: the values of one random permutation of [0, n) that depends on (seed, epoch).
+      The values of one random permutation of [0, n) that depends on (seed, epoch), int32, shape ``[p]``.
 
-    >>> sorted(epoch_order(jnp.arange(5), 5, seed=0, epoch=3).tolist())
-    [0, 1, 2, 3, 4]
+    Examples:
+      >>> sorted(epoch_order(jnp.arange(5), 5, seed=0, epoch=3).tolist())
+      [0, 1, 2, 3, 4]
     """
     num_bits = max(1, (num_examples - 1).bit_length())
     limit = np.uint32(num_examples)
@@ -80,19 +81,11 @@ def epoch_order(
 def epoch_order_on_host(
     positions: Int[np.ndarray, "positions"], num_examples: int, *, seed: int, epoch: int
 ) -> Int[np.ndarray, "positions"]:
-    """Look up the same order as `epoch_order` with NumPy.
+    """Looks up the same order as `epoch_order` with NumPy.
 
-    Args:
-        positions: [p], integers in [0, num_examples).
-        num_examples: n, below 2**31.
-        seed: Seed of the run.
-        epoch: Number of the epoch.
-
-    Returns:
-        [p], int32.
-
-    >>> sorted(epoch_order_on_host(np.arange(5), 5, seed=0, epoch=3).tolist())
-    [0, 1, 2, 3, 4]
+    Examples:
+      >>> sorted(epoch_order_on_host(np.arange(5), 5, seed=0, epoch=3).tolist())
+      [0, 1, 2, 3, 4]
     """
     num_bits = max(1, (num_examples - 1).bit_length())
     key = _epoch_key(np.int64(seed), np.int64(epoch), np)

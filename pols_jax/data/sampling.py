@@ -13,23 +13,25 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt8
 
 from pols_jax.data import permutation
-from pols_jax.data.dataset import Augment, Batch, scale_pixels
+from pols_jax.data.dataset import Augment, Batch, network_input
 
 
 def steps_per_epoch(num_examples: int, batch_size: int) -> int:
-    """The number of steps that shows every example once.
+    """Returns the number of steps that shows every example once.
 
-    >>> steps_per_epoch(1000, 128)
-    8
+    Examples:
+      >>> steps_per_epoch(1000, 128)
+      8
     """
     return -(-num_examples // batch_size)
 
 
 def rows_per_shard(batch_size: int, num_shards: int) -> int:
-    """The number of rows of a global batch that each of `num_shards` devices or hosts gets.
+    """Returns the number of rows of a global batch that each of `num_shards` devices or hosts gets.
 
-    >>> rows_per_shard(256, 8)
-    32
+    Examples:
+      >>> rows_per_shard(256, 8)
+      32
     """
     if batch_size % num_shards:
         raise ValueError(
@@ -49,30 +51,31 @@ def sample_batch(
     shard: Int[jax.Array, ""] | int = 0,
     num_shards: int = 1,
 ) -> Batch:
-    """Draw the batch of one training step from images on the device; call it inside jit.
+    """Draws the batch of one training step from images on the device; call it inside jit.
 
     Shard i of N gets the rows [i m/N, (i+1) m/N) of exactly the batch that one shard would get, augmentation
-    included.  Rows that pad the last batch of an epoch repeat real examples with mask False, so that batch
+    included.  Rows that pad the last batch of an epoch repeat real examples with ``where`` False, so that batch
     statistics stay those of real images.
 
     Args:
-        images: [n, h, w, c], uint8. Pass them to the jitted function as arguments: captured, they would become
-            constants of the program.
-        labels: [n], int32.
-        step: Global step from 0, may be traced.
-        seed: Seed of the run.
-        batch_size: m, over all shards.
-        augment: Maps ([m] keys, [m, h, w, c] uint8) to float32 images in [-1, 1]; None only scales the pixels.
-        shard: Index of this shard, may be traced (`jax.lax.axis_index`).
-        num_shards: N, must divide m.
+      images: uint8 pixels, shape ``[n, h, w, c]``. Pass them to the jitted function as arguments: captured, they would become
+        constants of the program.
+      labels: Class ids, int32, shape ``[n]``.
+      step: Global step from 0, may be traced.
+      seed: Seed of the run.
+      batch_size: Examples per step, ``m``, over all shards.
+      augment: Maps ([m] keys, [m, h, w, c] uint8) to float32 images in [-1, 1]; None only scales the pixels.
+      shard: Index of this shard, may be traced (`jax.lax.axis_index`).
+      num_shards: The number of shards ``N``, must divide ``m``.
 
     Returns:
-        A batch of m/N rows.
+      A batch of ``m / N`` rows.
 
-    >>> images, labels = jnp.zeros((10, 8, 8, 1), "uint8"), jnp.arange(10)
-    >>> batches = [sample_batch(images, labels, step, seed=0, batch_size=4) for step in range(3)]
-    >>> sorted(int(label) for b in batches for label in b.label[b.mask])
-    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    Examples:
+      >>> images, labels = jnp.zeros((10, 8, 8, 1), "uint8"), jnp.arange(10)
+      >>> batches = [sample_batch(images, labels, step, seed=0, batch_size=4) for step in range(3)]
+      >>> sorted(int(label) for b in batches for label in b.labels[b.where])
+      [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
     num_examples = len(labels)
     rows = rows_per_shard(batch_size, num_shards)
@@ -83,26 +86,60 @@ def sample_batch(
     index = permutation.epoch_order(
         position % num_examples, num_examples, seed=seed, epoch=step // epoch_steps
     )
-    image = images[index]
+    drawn = _augmented(images[index], step, row, seed=seed, augment=augment)
+    return Batch(images=drawn, labels=labels[index], where=position < num_examples)
+
+
+def augment_batch(
+    batch: Batch,
+    step: Int[jax.Array, ""] | int,
+    *,
+    seed: int,
+    augment: Augment | None = None,
+    shard: Int[jax.Array, ""] | int = 0,
+) -> Batch:
+    """Scales or augments the pictures of a streamed batch on the device, as `sample_batch` does those in memory.
+
+    Args:
+      batch: What `stream_batches` gave, or a shard's rows of it: uint8 pixels.
+      step: Global step from 0, may be traced.
+      seed: Seed of the run.
+      augment: As in `sample_batch`.
+      shard: Index of this shard, may be traced.
+
+    Returns:
+      The batch with float32 images in [-1, 1].
+
+    Examples:
+      >>> batch = Batch(np.zeros((2, 8, 8, 1), np.uint8), np.array([3, 0], np.int32), np.array([True, True]))
+      >>> augment_batch(batch, 7, seed=0).images.dtype
+      dtype('float32')
+    """
+    rows = len(batch.labels)
+    row = jnp.asarray(shard, jnp.int32) * rows + jnp.arange(rows)
+    images = jnp.asarray(batch.images)
+    return batch._replace(images=_augmented(images, step, row, seed=seed, augment=augment))
+
+
+def _augmented(images, step, row, *, seed, augment):
+    """What a step makes of uint8 images, by the rows of the global batch that they stand in."""
     if augment is None:
-        image = scale_pixels(image)
-    else:
-        step_key = jax.random.fold_in(jax.random.key(seed), step)
-        image = augment(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, row), image)
-    return Batch(image=image, label=labels[index], mask=position < num_examples)
+        return network_input(images)
+    step_key = jax.random.fold_in(jax.random.key(seed), step)
+    return augment(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, row), images)
 
 
 class StepRows(NamedTuple):
     """Which examples one host reads for one training step.
 
     Attributes:
-        example: [rows], indices of the examples.
-        mask: [rows], False for rows that pad the last batch of an epoch.
-        row: [rows], position of each example in the global batch.
+      example: Indices of the examples, shape ``[rows]``.
+      where: False for rows that pad the last batch of an epoch, shape ``[rows]``.
+      row: Position of each example in the global batch, shape ``[rows]``.
     """
 
     example: Int[np.ndarray, "rows"]
-    mask: Bool[np.ndarray, "rows"]
+    where: Bool[np.ndarray, "rows"]
     row: Int[np.ndarray, "rows"]
 
 
@@ -115,25 +152,18 @@ def step_rows(
     process_index: int = 0,
     process_count: int = 1,
 ) -> StepRows:
-    """List the examples that `sample_batch` draws at a step, on the host.
-
-    Args:
-        num_examples: n.
-        step: Global step from 0.
-        seed: Seed of the run.
-        batch_size: m, over all hosts.
-        process_index: Index of this host.
-        process_count: Number of hosts, must divide m.
+    """Lists the examples that `sample_batch` draws at a step, on the host.
 
     Returns:
-        This host's m / process_count rows of the global batch.
+      This host's m / process_count rows of the global batch.
 
-    >>> step_rows(10, 2, seed=0, batch_size=4).mask
-    array([ True,  True, False, False])
+    Examples:
+      >>> step_rows(10, 2, seed=0, batch_size=4).where
+      array([ True,  True, False, False])
     """
     rows = rows_per_shard(batch_size, process_count)
     epoch, step_in_epoch = divmod(step, steps_per_epoch(num_examples, batch_size))
     row = process_index * rows + np.arange(rows)
     position = step_in_epoch * batch_size + row
     example = permutation.epoch_order_on_host(position % num_examples, num_examples, seed=seed, epoch=epoch)
-    return StepRows(example=example, mask=position < num_examples, row=row)
+    return StepRows(example=example, where=position < num_examples, row=row)

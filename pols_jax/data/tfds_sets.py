@@ -16,14 +16,23 @@ from tensorflow_datasets.core import constants as tfds_constants
 
 from pols_jax.data import array_cache
 from pols_jax.data.augmentation import augment_glyphs
-from pols_jax.data.dataset import DEFAULT_MAX_BYTES, ArraySplit, DataError, Dataset, StreamSplit, num_bytes
+from pols_jax.data.dataset import (
+    DEFAULT_MAX_BYTES,
+    ArraySplit,
+    Dataset,
+    StreamSplit,
+    check_image_size,
+    num_bytes,
+)
 from pols_jax.data.images import decode_image
+from pols_jax.data.reporting import counted
+from pols_jax.errors import DataError
 
 _DEFAULT_SIZE = 224  # for sets whose images differ in size
 _OMNIGLOT_SIZE = 28
 _OMNIGLOT_DRAWINGS = {"train": 15, "validation": 2, "test": 3}  # of the 20 of each character
 _READ_AHEAD = 1000  # records
-_UNLABELLED_TEST = ("imagenet2012",)
+_UNLABELED_TEST = ("imagenet2012",)
 
 
 class _Part(NamedTuple):
@@ -35,21 +44,49 @@ class _Part(NamedTuple):
 
 
 def data_directory(data_dir: str | Path | None = None) -> Path:
-    """Where prepared data sets are: `data_dir`, or $TFDS_DATA_DIR, or tfds's default.
+    """Returns where prepared data sets are: `data_dir`, or $TFDS_DATA_DIR, or tfds's default.
 
-    >>> data_directory("my_data").name
-    'my_data'
+    Examples:
+      >>> data_directory("my_data").name
+      'my_data'
     """
     return Path(data_dir or os.environ.get("TFDS_DATA_DIR") or tfds_constants.DATA_DIR).expanduser()
 
 
 def known_names() -> list[str]:
-    """The names of all data sets that this version of tfds can prepare.
+    """Lists the names of all data sets that this version of tfds can prepare.
 
-    >>> "mnist" in known_names()
-    True
+    Examples:
+      >>> "mnist" in known_names()
+      True
     """
     return tfds.list_builders(with_community_datasets=False)
+
+
+def prepared_versions(name: str, data_dir: Path) -> list[Path]:
+    """Lists the directories of the versions of a data set that are prepared.
+
+    Examples:
+      >>> prepared_versions("mnist", Path("no/such/directory"))
+      []
+    """
+    return [path.parent for path in (data_dir / name).glob("*/features.json")]
+
+
+def is_prepared(name: str, data_dir: str | Path | None = None) -> bool:
+    """Tells whether a data set that this version of tfds does not know was prepared by hand; paths are no names.
+
+    Examples:
+      >>> is_prepared("../mnist")
+      False
+    """
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or not {"..", "~"}.isdisjoint(parts):
+        return False
+    try:
+        return bool(prepared_versions(name, data_directory(data_dir)))
+    except (OSError, ValueError):  # such a name no file can have
+        return False
 
 
 def load_tfds(
@@ -59,28 +96,31 @@ def load_tfds(
     image_size: int | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> Dataset:
-    """Load an image classification data set of tfds.
+    """Loads an image classification data set of tfds.
 
-    The validation split is tfds's own where there is a labelled test split beside it, else the last 10 % of
-    train. Without a labelled test split tfds's validation split is the test; without either, the last 10 % of
+    The validation split is tfds's own where there is a labeled test split beside it, else the last 10 % of
+    train. Without a labeled test split tfds's validation split is the test; without either, the last 10 % of
     train are, and the 10 % before them validate.
 
     Args:
-        name: Name as in tfds ("mnist"), with its configuration where it has several ("name/config").
-        data_dir: Directory of the prepared data; by default $TFDS_DATA_DIR, then tfds's default.
-        image_size: Height and width in pixels; by default the set's own, or 224 where its images differ in
-            size, or 28 for omniglot.
-        max_bytes: Decoded images of at most this size together are kept in memory, larger sets are streamed.
+      name: Name as in tfds ("mnist"), with its configuration where it has several ("name/config").
+      data_dir: Directory of the prepared data; by default $TFDS_DATA_DIR, then tfds's default.
+      image_size: Height and width in pixels; by default the set's own, or 224 where its images differ in
+        size, or 28 for omniglot.
+      max_bytes: Decoded images of at most this size together are kept in memory, larger sets are streamed.
 
     Returns:
-        The data set.
+      The data set.
 
     Raises:
-        DataError: It is not prepared and cannot be, or it is not an image classification set.
+      DataError: if it is not prepared and cannot be, or it is not an image classification set.
 
-    >>> load_tfds("mnist", data_dir="prepared").num_classes  # doctest: +SKIP
-    10
+    Examples:
+      >>> load_tfds("mnist", data_dir="prepared").num_classes  # doctest: +SKIP
+      10
     """
+    if image_size is not None:
+        check_image_size(image_size)
     directory = _prepared_directory(name, data_directory(data_dir))
     builder: Any = tfds.builder_from_directory(directory)  # its type hides which features it has
     image_key, label_key = _supervised_keys(name, builder)
@@ -149,14 +189,13 @@ def _data_source(builder: Any, split: str, image_key: str):
     except NotImplementedError as error:
         raise DataError(
             f"{builder.data_path} holds {builder.info.file_format} files, which cannot be read at random: "
-            "remove it and load it again to prepare it as array_record"
+            "remove it and load it again to prepare it as array_record."
         ) from error
 
 
 def _prepared_directory(name: str, data_dir: Path) -> Path:
-    """The newest prepared version of a data set; prepares it where TensorFlow is installed."""
-    versions = [path.parent for path in (data_dir / name).glob("*/features.json")]
-    if versions:
+    """Finds the newest prepared version of a data set; prepares it where TensorFlow is installed."""
+    if versions := prepared_versions(name, data_dir):
         return max(versions, key=lambda path: [int(n) if n.isdigit() else -1 for n in path.name.split(".")])
     if importlib.util.find_spec("tensorflow") is None:
         instructions = getattr(tfds.builder_cls(name.split("/")[0]), "MANUAL_DOWNLOAD_INSTRUCTIONS", None)
@@ -166,14 +205,14 @@ def _prepared_directory(name: str, data_dir: Path) -> Path:
             else ""
         )
         raise DataError(
-            f"the data set {name} is not in {data_dir}: point data_dir or TFDS_DATA_DIR to where it is, or install "
+            f"The data set {name} is not in {data_dir}: point data_dir or TFDS_DATA_DIR to where it is, or install "
             f"TensorFlow with `pip install 'pols-jax[prepare]'` and it will be downloaded and prepared there.{first}"
         )
     try:
         builder = tfds.builder(name, data_dir=str(data_dir), file_format="array_record")
         builder.download_and_prepare()
     except Exception as error:  # tfds passes on whatever the network, the disk or the archive raised
-        raise DataError(f"the data set {name} could not be prepared in {data_dir}: {error}") from error
+        raise DataError(f"The data set {name} could not be prepared in {data_dir}: {error}.") from error
     return Path(builder.data_dir)
 
 
@@ -184,17 +223,17 @@ def _supervised_keys(name: str, builder: Any) -> tuple[str, str]:
         or not isinstance(features[keys[0]], tfds.features.Image)
         or not isinstance(features[keys[1]], tfds.features.ClassLabel)
     ):
-        raise DataError(f"the tfds data set {name} does not map an image to one class label")
+        raise DataError(f"The tfds data set {name} does not map an image to one class label.")
     return keys[0], keys[1]
 
 
 def _split_rule(name: str, sizes: dict[str, int]) -> tuple[str, dict[str, _Part]]:
-    """Our three splits as parts of tfds's, and a sentence about them."""
+    """Returns our three splits as parts of tfds's, and a sentence about them."""
     if "train" not in sizes:
-        raise DataError(f"the tfds data set {name} has no train split, only {', '.join(sizes)}")
+        raise DataError(f"The tfds data set {name} has no train split, only {', '.join(sizes)}.")
     num_train = sizes["train"]
     tenth = num_train // 10
-    has_test = "test" in sizes and name not in _UNLABELLED_TEST
+    has_test = "test" in sizes and name not in _UNLABELED_TEST
     if has_test and "validation" in sizes:
         return "tfds's own splits", {
             split: _Part(split, 0, sizes[split]) for split in ("train", "validation", "test")
@@ -241,15 +280,15 @@ def _decoded_splits(
 
 def _decode_all(records: Sequence, image_shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
     images, labels = np.empty((len(records), *image_shape), np.uint8), np.empty(len(records), np.int32)
-    for i, (source, label) in enumerate(records):
-        images[i], labels[i] = decode_image(source, image_shape), label
+    for i, (source, label) in enumerate(counted(records, "Decoding", len(records))):
+        images[i], labels[i] = decode_image(source, image_shape, name=f"Record {i}"), label
     return images, labels
 
 
 def _load_omniglot(
     directory: Path, builder: Any, image_shape: tuple[int, int, int], provenance: dict[str, Any]
 ) -> Dataset:
-    """Pool tfds's splits, which hold different alphabets, and split the drawings of every character instead."""
+    """Pools tfds's splits, which hold different alphabets, and splits the drawings of every character instead."""
 
     def decode() -> array_cache.Arrays:
         parts = {"images": [], "labels": []}

@@ -4,12 +4,22 @@ from typing import Any, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from pols_jax.models.batch_norm import AxisName, BatchNorm
+from pols_jax.models.convolution import Choice, Conv
+
+Images = Float[Array, "batch height width channels"]
+Features = Float[Array, "batch features"]
+Where = Bool[Array, " batch"] | None
+"""True for real examples; None if all are real."""
 
 # Every linear layer is followed by a ReLU, which halves the variance: start with twice the usual one.
 kernel_init = nn.initializers.he_normal()
+
+# Of pixels in [0, 1], as torchvision and timm have them.
+_IMAGENET_MEAN, _IMAGENET_STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 
 
 class Backbone(nn.Module):
@@ -20,11 +30,46 @@ class Backbone(nn.Module):
       dtype: The dtype to compute in, such as ``jnp.bfloat16``; parameters and batch statistics stay float32. None
         computes in float32.
       axis_name: The device axes that the batch is split over, for batch norm. Networks without batch norm ignore it.
+      convolution: How a CPU computes convolutions, see `Conv`: "auto", "xla" or "products". Parameters and, to rounding,
+        values are the same.
+      pixels: What the first layer is given: "symmetric" for pixels in [-1, 1] as they are, "imagenet" for what published
+        networks expect, the pixels in [0, 1] minus ImageNet's mean, over its standard deviation.
+
+    Examples:
+      >>> gray = jnp.zeros((1, 8, 8, 3))  # halfway between black and white
+      >>> [f"{pixel:.3f}" for pixel in Backbone(pixels="imagenet").prepared(gray)[0, 0, 0]]
+      ['0.066', '0.196', '0.418']
     """
 
     width: float = 1.0
     dtype: Any = None
     axis_name: AxisName | None = None
+    convolution: Choice = "auto"
+    pixels: str = "symmetric"
+
+    @property
+    def smallest_image(self) -> int:
+        """The smallest height and width of images that the network can be trained on."""
+        return 1
+
+    def prepared(self, images: Images, *, smallest: int = 1) -> Images:
+        """Checks images in [-1, 1], and gives the pixels that the first layer takes.
+
+        They are not folded into that layer: it pads with zeros, and those mean ImageNet's mean to a published network.
+
+        Raises:
+          ValueError: if the shape is wrong, or ImageNet's pixels are asked for and the images are not in color.
+        """
+        check_images(images, smallest=smallest)
+        if self.pixels == "symmetric":
+            return images
+        if images.shape[-1] != 3:
+            raise ValueError(
+                f"images must have three channels for ImageNet's pixels, got shape {images.shape}."
+            )
+        factor = np.reshape(0.5 / _IMAGENET_STD, (1, 1, 1, 3))
+        offset = np.reshape((0.5 - _IMAGENET_MEAN) / _IMAGENET_STD, (1, 1, 1, 3))
+        return images * factor.astype(images.dtype) + offset.astype(images.dtype)
 
 
 def scaled(units: int, width: float) -> int:
@@ -37,11 +82,10 @@ def scaled(units: int, width: float) -> int:
     return max(1, round(units * width))
 
 
-def check_images(images: Float[Array, "batch height width channels"], *, smallest: int = 1) -> None:
+def check_images(images: Images, *, smallest: int = 1) -> None:
     """Raises unless ``images`` are floating-point numbers of shape ``[m, h, w, c]``, h and w at least ``smallest``.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> check_images(jnp.zeros((2, 28, 28, 1)))
       >>> check_images(jnp.zeros((2, 28, 28, 1)), smallest=32)
       Traceback (most recent call last):
@@ -55,6 +99,19 @@ def check_images(images: Float[Array, "batch height width channels"], *, smalles
         raise ValueError(
             f"images must be at least {smallest} pixels high and wide for this network, got shape {images.shape}."
         )
+
+
+class AsFeatures(Backbone):
+    """Takes features for images and gives them back: the backbone of a network whose output layer is trained alone.
+
+    Examples:
+      >>> AsFeatures().apply({}, jnp.ones((2, 5))).shape
+      (2, 5)
+    """
+
+    def __call__(self, images: Features, *, train: bool = False, where: Where = None) -> Features:
+        """Maps features ``[m, d]`` to themselves."""
+        return images
 
 
 class DenseNorm(nn.Module):
@@ -78,18 +135,14 @@ class DenseNorm(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x: Float[Array, "batch inputs"],
-        *,
-        train: bool = False,
-        mask: Bool[Array, " batch"] | None = None,
-    ) -> Float[Array, "batch features"]:
+        self, x: Float[Array, "batch inputs"], *, train: bool = False, where: Where = None
+    ) -> Features:
         """Maps ``[m, inputs]`` to ``[m, features]``."""
-        x = nn.Dense(self.features, use_bias=False, kernel_init=kernel_init, dtype=self.dtype, name="dense")(
-            x
+        dense = nn.Dense(
+            self.features, use_bias=False, kernel_init=kernel_init, dtype=self.dtype, name="dense"
         )
-        x = BatchNorm(axis_name=self.axis_name, dtype=self.dtype, name="norm")(x, train=train, mask=mask)
-        return nn.relu(x)
+        norm = BatchNorm(axis_name=self.axis_name, dtype=self.dtype, name="norm")
+        return nn.relu(norm(dense(x), train=train, where=where))
 
 
 class ConvNorm(nn.Module):
@@ -104,6 +157,7 @@ class ConvNorm(nn.Module):
       epsilon: See `BatchNorm`.
       axis_name: See `BatchNorm`.
       dtype: The dtype to compute in; None for float32.
+      convolution: How a CPU computes it, see `Conv`.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -121,26 +175,24 @@ class ConvNorm(nn.Module):
     epsilon: float = 1e-5
     axis_name: AxisName | None = None
     dtype: Any = None
+    convolution: Choice = "auto"
 
     @nn.compact
     def __call__(
-        self,
-        x: Float[Array, "batch height width inputs"],
-        *,
-        train: bool = False,
-        mask: Bool[Array, " batch"] | None = None,
+        self, x: Float[Array, "batch height width inputs"], *, train: bool = False, where: Where = None
     ) -> Float[Array, "batch new_height new_width features"]:
         """Maps ``[m, h, w, inputs]`` to ``[m, h', w', features]``."""
-        x = nn.Conv(
+        x = Conv(
             self.features,
             self.kernel_size,
-            strides=self.stride,
-            padding=self.padding,
+            self.stride,
+            self.padding,
             use_bias=False,
             kernel_init=kernel_init,
             dtype=self.dtype,
+            form=self.convolution,
             name="conv",
         )(x)
         norm = BatchNorm(axis_name=self.axis_name, epsilon=self.epsilon, dtype=self.dtype, name="norm")
-        x = norm(x, train=train, mask=mask)
+        x = norm(x, train=train, where=where)
         return nn.relu(x) if self.relu else x

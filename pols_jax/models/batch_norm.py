@@ -1,4 +1,4 @@
-"""Batch normalisation over all devices and over real examples only.
+"""Batch normalization over all devices and over real examples only.
 
 N devices must train the same model as one, also when the last batch is padded and the padding is spread unevenly
 over the devices. The mean of the devices' means is then the wrong mean, so sums and counts are added up over the
@@ -17,7 +17,7 @@ AxisName = str | tuple[str, ...]
 
 
 class BatchNorm(nn.Module):
-    """Normalises every channel by the mean and variance of the whole batch, then scales and shifts it.
+    """Normalizes every channel by the mean and variance of the whole batch, then scales and shifts it.
 
     Statistics are computed in float32 (or wider) whatever the compute dtype, the variance as the mean squared
     distance from the mean: subtracting the squared mean from the mean square would lose a small variance beside a
@@ -36,8 +36,8 @@ class BatchNorm(nn.Module):
       >>> norm = BatchNorm(epsilon=0.0)
       >>> x = jnp.array([[1.0], [3.0], [99.0]])
       >>> variables = norm.init(jax.random.key(0), x)
-      >>> mask = jnp.array([True, True, False])  # the last row is padding
-      >>> y, updates = norm.apply(variables, x, train=True, mask=mask, mutable=["batch_stats"])
+      >>> where = jnp.array([True, True, False])  # the last row is padding
+      >>> y, updates = norm.apply(variables, x, train=True, where=where, mutable=["batch_stats"])
       >>> y[:2, 0]
       Array([-1.,  1.], dtype=float32)
       >>> updates["batch_stats"]["mean"]  # a tenth of the way from 0 to 2
@@ -55,19 +55,19 @@ class BatchNorm(nn.Module):
         x: Float[Array, "batch *space channels"],
         *,
         train: bool = False,
-        mask: Bool[Array, " batch"] | None = None,
+        where: Bool[Array, " batch"] | None = None,
     ) -> Float[Array, "batch *space channels"]:
-        """Normalises ``x``.
+        """Normalizes ``x``.
 
         Args:
           x: Activations, shape ``[m, ..., c]``.
           train: Whether to use the statistics of this batch, and to update the running ones, instead of using the
             running ones.
-          mask: True for real examples, shape ``[m]``; None if all are real. A masked row has no part in the
+          where: True for real examples, shape ``[m]``; None if all are real. A masked row has no part in the
             statistics. If every row on every device is masked, the running statistics stay as they are.
 
         Returns:
-          Normalised activations, shape ``[m, ..., c]``. Masked rows are normalised too and mean nothing.
+          Normalized activations, shape ``[m, ..., c]``. Masked rows are normalized too and mean nothing.
         """
         channels = (x.shape[-1],)
         scale = self.param("scale", nn.initializers.ones, channels, jnp.float32)
@@ -77,7 +77,7 @@ class BatchNorm(nn.Module):
 
         wide = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
         if train:
-            mean, var, count = self._batch_statistics(wide, mask)
+            mean, var, count = self._batch_statistics(wide, where)
             if not self.is_initializing():
                 rate = jnp.where(count > 0, jnp.float32(1 - self.momentum), jnp.float32(0))
                 for running, batch in ((running_mean, mean), (running_var, var)):
@@ -89,14 +89,14 @@ class BatchNorm(nn.Module):
             return values.astype(wide.dtype).reshape((1,) * (x.ndim - 1) + channels)
 
         factor = per_channel(scale) * lax.rsqrt(per_channel(var) + self.epsilon)
-        normalised = (wide - per_channel(mean)) * factor + per_channel(bias)
-        return normalised.astype(self.dtype or x.dtype)
+        normalized = (wide - per_channel(mean)) * factor + per_channel(bias)
+        return normalized.astype(self.dtype or x.dtype)
 
-    def _batch_statistics(self, x, mask):
+    def _batch_statistics(self, x, where):
         """Returns mean [c], biased variance [c] and the number [] of values behind each."""
         axes = tuple(range(x.ndim - 1))
-        where = None if mask is None else mask.reshape((-1,) + (1,) * (x.ndim - 1))
-        num_examples = jnp.asarray(x.shape[0]) if mask is None else jnp.sum(mask)
+        where = None if where is None else where.reshape((-1,) + (1,) * (x.ndim - 1))
+        num_examples = jnp.asarray(x.shape[0]) if where is None else jnp.sum(where)
         count = self._over_devices(num_examples.astype(x.dtype) * math.prod(x.shape[1:-1]))
         divisor = jnp.maximum(count, 1)
         mean = self._over_devices(jnp.sum(x, axes, where=where)) / divisor

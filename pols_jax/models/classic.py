@@ -1,16 +1,17 @@
 """AlexNet and VGG-16: convolutions with biases and two wide dense layers with dropout, no batch norm."""
 
 import flax.linen as nn
-from jaxtyping import Array, Bool, Float
 
-from pols_jax.models.backbone import Backbone, check_images, kernel_init, scaled
+from pols_jax.models.backbone import Backbone, Features, Images, Where, kernel_init, scaled
+from pols_jax.models.convolution import Conv
+from pols_jax.models.pooling import max_pool
 
 
 class AlexNet(Backbone):
     """AlexNet in the one-tower form of Krizhevsky's "One weird trick" (2014): five convolutions, two dense layers.
 
     The first dense layer takes the convolutions' output as it is, so it fits only the image size that the network
-    was initialised with; 224x224 is the published one, 63x63 the smallest. In training mode dropout draws from the
+    was initialized with; 224x224 is the published one, 63x63 the smallest. In training mode dropout draws from the
     random stream "dropout".
 
     Attributes:
@@ -26,31 +27,31 @@ class AlexNet(Backbone):
 
     dropout_rate: float = 0.5
 
+    @property
+    def smallest_image(self) -> int:
+        """The smallest height and width of images that the network can be trained on."""
+        return 63
+
     @nn.compact
-    def __call__(
-        self,
-        images: Float[Array, "batch height width channels"],
-        *,
-        train: bool = False,
-        mask: Bool[Array, " batch"] | None = None,
-    ) -> Float[Array, "batch features"]:
-        """Maps images ``[m, h, w, c]`` to features ``[m, 4096 * width]``; no layer mixes examples or needs ``mask``."""
-        check_images(images, smallest=63)
+    def __call__(self, images: Images, *, train: bool = False, where: Where = None) -> Features:
+        """Maps images ``[m, h, w, c]`` to features ``[m, 4096 * width]``; no layer mixes examples or needs ``where``."""
+        images = self.prepared(images, smallest=self.smallest_image)
 
         def conv(x, index, channels, size, stride, padding):
-            layer = nn.Conv(
+            layer = Conv(
                 scaled(channels, self.width),
                 (size, size),
-                strides=stride,
-                padding=padding,
+                stride,
+                padding,
                 kernel_init=kernel_init,
                 dtype=self.dtype,
+                form=self.convolution,
                 name=f"conv{index}",
             )
             return nn.relu(layer(x))
 
         def pool(x):
-            return nn.max_pool(x, (3, 3), strides=(2, 2))
+            return max_pool(x, size=3, stride=2)
 
         x = pool(conv(images, 1, 64, size=11, stride=4, padding=2))
         x = pool(conv(x, 2, 192, size=5, stride=1, padding=2))
@@ -69,7 +70,7 @@ class VGG(Backbone):
     """VGG (Simonyan and Zisserman, 2015): stages of 3x3 convolutions and 2x2 max-pooling, then two dense layers.
 
     The first dense layer takes the convolutions' output as it is, so it fits only the image size that the network
-    was initialised with; 224x224 is the published one, 32x32 the smallest of VGG-16. In training mode dropout draws
+    was initialized with; 224x224 is the published one, 32x32 the smallest of VGG-16. In training mode dropout draws
     from the random stream "dropout".
 
     Attributes:
@@ -87,24 +88,23 @@ class VGG(Backbone):
     stage_sizes: tuple[int, ...] = (2, 2, 3, 3, 3)
     dropout_rate: float = 0.5
 
+    @property
+    def smallest_image(self) -> int:
+        """The smallest height and width of images that the network can be trained on."""
+        return 2 ** len(self.stage_sizes)
+
     @nn.compact
-    def __call__(
-        self,
-        images: Float[Array, "batch height width channels"],
-        *,
-        train: bool = False,
-        mask: Bool[Array, " batch"] | None = None,
-    ) -> Float[Array, "batch features"]:
-        """Maps images ``[m, h, w, c]`` to features ``[m, 4096 * width]``; no layer mixes examples or needs ``mask``."""
-        check_images(images, smallest=2 ** len(self.stage_sizes))
+    def __call__(self, images: Images, *, train: bool = False, where: Where = None) -> Features:
+        """Maps images ``[m, h, w, c]`` to features ``[m, 4096 * width]``; no layer mixes examples or needs ``where``."""
+        images = self.prepared(images, smallest=self.smallest_image)
         x = images
         for stage, size in enumerate(self.stage_sizes, start=1):
             channels = scaled(min(64 * 2 ** (stage - 1), 512), self.width)
             for index in range(1, size + 1):
                 name = f"conv{stage}_{index}"
-                x = nn.Conv(channels, (3, 3), kernel_init=kernel_init, dtype=self.dtype, name=name)(x)
-                x = nn.relu(x)
-            x = nn.max_pool(x, (2, 2), strides=(2, 2))
+                shared = {"kernel_init": kernel_init, "dtype": self.dtype, "form": self.convolution}
+                x = nn.relu(Conv(channels, (3, 3), name=name, **shared)(x))
+            x = max_pool(x, size=2, stride=2)
         x = x.reshape((x.shape[0], -1))
         for index in (1, 2):
             x = nn.relu(_dense(self, index)(x))

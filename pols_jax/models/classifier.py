@@ -4,15 +4,16 @@ from typing import Any
 
 import flax.linen as nn
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pols_jax.heads import ClassHead
+from pols_jax.models.backbone import Features, Images, Where
 
 
 class Classifier(nn.Module):
     """A k-class network of which any single logit can be asked for.
 
-    Initialise it through ``__call__``, in training or evaluation mode: the variables are the same. The output
+    Initialize it through ``__call__``, in training or evaluation mode: the variables are the same. The output
     layer's parameters are ``params["head"]["kernel"]`` [k, d] and ``params["head"]["bias"]`` [k].
 
     A backbone whose attribute ``auxiliary`` is True (`InceptionV3`) has a second output layer,
@@ -20,9 +21,9 @@ class Classifier(nn.Module):
     "auxiliary", for ``apply(..., mutable=["batch_stats", "auxiliary"])`` to return; in evaluation it is not computed.
 
     Attributes:
-      backbone: Maps images ``[m, h, w, c]`` to features ``[m, d]``: ``backbone(images, *, train, mask)``.
+      backbone: Maps images ``[m, h, w, c]`` to features ``[m, d]``: ``backbone(images, *, train, where)``.
       num_classes: The number of classes k.
-      bias_start: The value every bias of the output layer starts from, see `ClassHead`.
+      bias_init: The value every bias of the output layer starts from, see `ClassHead`.
       dtype: The dtype of the output layer's product, see `ClassHead`.
 
     Examples:
@@ -41,20 +42,16 @@ class Classifier(nn.Module):
 
     backbone: Any
     num_classes: int
-    bias_start: float = 0.0
+    bias_init: float = 0.0
     dtype: Any = None
 
     def setup(self):
         """Declares the output layers; the auxiliary one has parameters only if the backbone feeds it."""
-        self.head = ClassHead(self.num_classes, bias_start=self.bias_start, dtype=self.dtype)
-        self.auxiliary_head = ClassHead(self.num_classes, bias_start=self.bias_start, dtype=self.dtype)
+        self.head = ClassHead(self.num_classes, bias_init=self.bias_init, dtype=self.dtype)
+        self.auxiliary_head = ClassHead(self.num_classes, bias_init=self.bias_init, dtype=self.dtype)
 
     def __call__(
-        self,
-        images: Float[Array, "batch height width channels"],
-        *,
-        train: bool = False,
-        mask: Bool[Array, " batch"] | None = None,
+        self, images: Images, *, train: bool = False, where: Where = None
     ) -> Float[Array, "batch classes"]:
         """Computes the logits of every class.
 
@@ -62,13 +59,13 @@ class Classifier(nn.Module):
           images: Floating-point images, shape ``[m, h, w, c]``.
           train: Whether batch norm uses this batch's statistics and updates its running ones, and dropout (with the
             random stream "dropout") is on.
-          mask: True for real examples, shape ``[m]``; None if all are real. Batch norm leaves the others out.
+          where: True for real examples, shape ``[m]``; None if all are real. Batch norm leaves the others out.
 
         Returns:
           Logits, shape ``[m, k]``.
         """
         if getattr(self.backbone, "auxiliary", False) and (train or self.is_initializing()):
-            features, auxiliary_features = self.backbone.with_auxiliary(images, train=train, mask=mask)
+            features, auxiliary_features = self.backbone.with_auxiliary(images, train=train, where=where)
             auxiliary_logits = self.auxiliary_head(auxiliary_features)
             if not self.is_initializing():
                 # Without these functions sow would collect a tuple with one entry for every call.
@@ -80,22 +77,16 @@ class Classifier(nn.Module):
                     init_fn=lambda: auxiliary_logits,
                 )
         else:
-            features = self.features(images, train=train, mask=mask)
+            features = self.features(images, train=train, where=where)
         return self.head(features)
 
-    def features(
-        self,
-        images: Float[Array, "batch height width channels"],
-        *,
-        train: bool = False,
-        mask: Bool[Array, " batch"] | None = None,
-    ) -> Float[Array, "batch features"]:
+    def features(self, images: Images, *, train: bool = False, where: Where = None) -> Features:
         """Computes the features ``[m, d]`` that the output layer reads; the arguments are those of ``__call__``."""
-        return self.backbone(images, train=train, mask=mask)
+        return self.backbone(images, train=train, where=where)
 
     def class_logits(
         self,
-        images: Float[Array, "batch height width channels"],
+        images: Images,
         class_ids: Int[ArrayLike, "..."],
     ) -> Float[Array, "..."]:
         """Computes the logits of the asked classes only: the backbone, and those rows of the output layer.

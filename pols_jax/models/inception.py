@@ -5,14 +5,15 @@ from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from pols_jax.models.backbone import Backbone, ConvNorm, check_images, scaled
+from pols_jax.models.backbone import Backbone, ConvNorm, Features, Images, Where, scaled
 from pols_jax.models.batch_norm import AxisName
+from pols_jax.models.convolution import Choice
+from pols_jax.models.pooling import average_pool, max_pool
 
 # The published network's own value; other networks here use 1e-5.
-_EPSILON = 1e-3
+EPSILON = 1e-3
 
 
 class InceptionV3(Backbone):
@@ -38,30 +39,25 @@ class InceptionV3(Backbone):
     dropout_rate: float = 0.2
     auxiliary: bool = False
 
-    def __call__(
-        self,
-        images: Float[Array, "batch height width channels"],
-        *,
-        train: bool = False,
-        mask: Bool[Array, " batch"] | None = None,
-    ) -> Float[Array, "batch features"]:
+    @property
+    def smallest_image(self) -> int:
+        """The smallest height and width of images that the network can be trained on."""
+        return 299 if self.auxiliary else 75
+
+    def __call__(self, images: Images, *, train: bool = False, where: Where = None) -> Features:
         """Maps images ``[m, h, w, c]`` to features ``[m, 2048 * width]``."""
-        return self.with_auxiliary(images, train=train, mask=mask)[0]
+        return self.with_auxiliary(images, train=train, where=where)[0]
 
     @nn.compact
     def with_auxiliary(
-        self,
-        images: Float[Array, "batch height width channels"],
-        *,
-        train: bool = False,
-        mask: Bool[Array, " batch"] | None = None,
-    ) -> tuple[Float[Array, "batch features"], Float[Array, "batch auxiliary_features"] | None]:
+        self, images: Images, *, train: bool = False, where: Where = None
+    ) -> tuple[Features, Float[Array, "batch auxiliary_features"] | None]:
         """Maps images to features and to the side branch's features ``[m, 768 * width]``.
 
         The latter are None without ``auxiliary``, and in evaluation.
         """
         branch_off = self.auxiliary and (train or self.is_initializing())
-        check_images(images, smallest=299 if branch_off else 75)
+        images = self.prepared(images, smallest=self.smallest_image if branch_off else 75)
 
         def conv(x, name, features, size, stride=1, padding: Literal["SAME", "VALID"] = "VALID"):
             layer = ConvNorm(
@@ -69,105 +65,120 @@ class InceptionV3(Backbone):
                 (size, size),
                 stride,
                 padding,
-                epsilon=_EPSILON,
+                epsilon=EPSILON,
                 axis_name=self.axis_name,
                 dtype=self.dtype,
+                convolution=self.convolution,
                 name=name,
             )
-            return layer(x, train=train, mask=mask)
+            return layer(x, train=train, where=where)
 
         def mixed(x, name, branches):
-            block = _Mixed(branches, self.width, self.axis_name, self.dtype, name=name)
-            return block(x, train=train, mask=mask)
+            block = _Mixed(branches, self.width, self.axis_name, self.dtype, self.convolution, name=name)
+            return block(x, train=train, where=where)
 
         x = conv(images, "stem1", 32, 3, stride=2)
         x = conv(x, "stem2", 32, 3)
         x = conv(x, "stem3", 64, 3, padding="SAME")
-        x = _max_pool(x)
+        x = three_largest(x)
         x = conv(x, "stem4", 80, 1)
         x = conv(x, "stem5", 192, 3)
-        x = _max_pool(x)
+        x = three_largest(x)
 
-        first, second, third = self.stage_sizes
-        for index in range(1, first + 1):
-            x = mixed(x, f"stage1_block{index}", _block_a(pool_features=32 if index == 1 else 64))
-        x = mixed(x, "reduction1", _REDUCTION_1)
-        for index in range(1, second + 1):
-            inner_features = 128 if index == 1 else 192 if index == second else 160
-            x = mixed(x, f"stage2_block{index}", _block_c(inner_features))
         auxiliary_features = None
-        if branch_off:
-            side = _average_pool(x, size=5, stride=3, padding="VALID")
-            side = conv(side, "auxiliary1", 128, 1)
-            side = conv(side, "auxiliary2", 768, 5)
-            auxiliary_features = jnp.mean(side, axis=(1, 2))
-        x = mixed(x, "reduction2", _REDUCTION_2)
-        for index in range(1, third + 1):
-            x = mixed(x, f"stage3_block{index}", _BLOCK_E)
+        for name, branches in blocks(self.stage_sizes).items():
+            if name == "reduction2" and branch_off:
+                side = average_pool(x, size=5, stride=3)
+                side = conv(side, "auxiliary1", 128, 1)
+                side = conv(side, "auxiliary2", 768, 5)
+                auxiliary_features = jnp.mean(side, axis=(1, 2))
+            x = mixed(x, name, branches)
         features = jnp.mean(x, axis=(1, 2))
         features = nn.Dropout(self.dropout_rate, deterministic=not train)(features)
         return features, auxiliary_features
 
 
-class _Conv(NamedTuple):
-    """A convolution in a branch, padded to keep the image's size; with stride 2 it is not padded."""
+class ConvStep(NamedTuple):
+    """A convolution in a branch, padded to keep the image's size; with stride 2 it is not padded.
+
+    Examples:
+      >>> ConvStep(64).kernel_size
+      (1, 1)
+    """
 
     features: int
     kernel_size: tuple[int, int] = (1, 1)
     stride: int = 1
 
 
-class _Fork(NamedTuple):
-    """The end of a branch: two convolutions of the same input, side by side."""
+class Fork(NamedTuple):
+    """The end of a branch: two convolutions of the same input, side by side.
 
-    left: _Conv
-    right: _Conv
+    Examples:
+      >>> Fork(ConvStep(8, (1, 3)), ConvStep(8, (3, 1))).left.kernel_size
+      (1, 3)
+    """
 
-
-_Branch = tuple[_Conv | _Fork | Callable[[Array], Array], ...]
-
-
-def _average_pool(x, size=3, stride=1, padding="SAME"):
-    # The zeros of the padding count, as in torchvision.
-    total = nn.pool(x, 0.0, lax.add, (size, size), (stride, stride), padding)
-    return total / size**2
+    left: ConvStep
+    right: ConvStep
 
 
-def _max_pool(x):
-    return nn.max_pool(x, (3, 3), strides=(2, 2))
+Branch = tuple[ConvStep | Fork | Callable[[Array], Array], ...]
+
+
+def three_average(x):
+    """Averages windows of 3x3 pixels and keeps the image's size.
+
+    Examples:
+      >>> three_average(jnp.ones((1, 5, 5, 1)))[0, 2, 2].tolist()
+      [1.0]
+    """
+    return average_pool(x, size=3, stride=1, padding="SAME")
+
+
+def three_largest(x):
+    """Takes the largest of windows of 3x3 pixels, with stride 2.
+
+    Examples:
+      >>> three_largest(jnp.arange(9.0).reshape(1, 3, 3, 1)).tolist()
+      [[[[8.0]]]]
+    """
+    return max_pool(x, size=3, stride=2)
 
 
 class _Mixed(nn.Module):
     """Parallel branches whose outputs are put together along the channels."""
 
-    branches: tuple[_Branch, ...]
+    branches: tuple[Branch, ...]
     width: float
     axis_name: AxisName | None = None
     dtype: Any = None
+    convolution: Choice = "auto"
 
     @nn.compact
-    def __call__(self, x, *, train, mask):
+    def __call__(self, x, *, train, where):
         def conv(x, step, name):
             layer = ConvNorm(
                 scaled(step.features, self.width),
                 step.kernel_size,
                 step.stride,
                 padding="SAME" if step.stride == 1 else "VALID",
-                epsilon=_EPSILON,
+                epsilon=EPSILON,
                 axis_name=self.axis_name,
                 dtype=self.dtype,
+                convolution=self.convolution,
                 name=name,
             )
-            return layer(x, train=train, mask=mask)
+            return layer(x, train=train, where=where)
 
         outputs = []
         for branch_index, branch in enumerate(self.branches, start=1):
             y = x
             for step_index, step in enumerate(branch, start=1):
                 name = f"branch{branch_index}_step{step_index}"
-                if isinstance(step, _Conv):
+                if isinstance(step, ConvStep):
                     y = conv(y, step, name)
-                elif isinstance(step, _Fork):
+                elif isinstance(step, Fork):
                     y = jnp.concatenate(
                         [conv(y, step.left, f"{name}a"), conv(y, step.right, f"{name}b")], axis=-1
                     )
@@ -177,40 +188,62 @@ class _Mixed(nn.Module):
         return jnp.concatenate(outputs, axis=-1)
 
 
-def _block_a(pool_features: int) -> tuple[_Branch, ...]:
+def _block_a(pool_features: int) -> tuple[Branch, ...]:
     return (
-        (_Conv(64),),
-        (_Conv(48), _Conv(64, (5, 5))),
-        (_Conv(64), _Conv(96, (3, 3)), _Conv(96, (3, 3))),
-        (_average_pool, _Conv(pool_features)),
+        (ConvStep(64),),
+        (ConvStep(48), ConvStep(64, (5, 5))),
+        (ConvStep(64), ConvStep(96, (3, 3)), ConvStep(96, (3, 3))),
+        (three_average, ConvStep(pool_features)),
     )
 
 
-_REDUCTION_1: tuple[_Branch, ...] = (
-    (_Conv(384, (3, 3), 2),),
-    (_Conv(64), _Conv(96, (3, 3)), _Conv(96, (3, 3), 2)),
-    (_max_pool,),
+_REDUCTION_1: tuple[Branch, ...] = (
+    (ConvStep(384, (3, 3), 2),),
+    (ConvStep(64), ConvStep(96, (3, 3)), ConvStep(96, (3, 3), 2)),
+    (three_largest,),
 )
 
 
-def _block_c(inner: int) -> tuple[_Branch, ...]:
+def _block_c(inner: int) -> tuple[Branch, ...]:
     return (
-        (_Conv(192),),
-        (_Conv(inner), _Conv(inner, (1, 7)), _Conv(192, (7, 1))),
-        (_Conv(inner), _Conv(inner, (7, 1)), _Conv(inner, (1, 7)), _Conv(inner, (7, 1)), _Conv(192, (1, 7))),
-        (_average_pool, _Conv(192)),
+        (ConvStep(192),),
+        (ConvStep(inner), ConvStep(inner, (1, 7)), ConvStep(192, (7, 1))),
+        (
+            ConvStep(inner),
+            ConvStep(inner, (7, 1)),
+            ConvStep(inner, (1, 7)),
+            ConvStep(inner, (7, 1)),
+            ConvStep(192, (1, 7)),
+        ),
+        (three_average, ConvStep(192)),
     )
 
 
-_REDUCTION_2: tuple[_Branch, ...] = (
-    (_Conv(192), _Conv(320, (3, 3), 2)),
-    (_Conv(192), _Conv(192, (1, 7)), _Conv(192, (7, 1)), _Conv(192, (3, 3), 2)),
-    (_max_pool,),
+_REDUCTION_2: tuple[Branch, ...] = (
+    (ConvStep(192), ConvStep(320, (3, 3), 2)),
+    (ConvStep(192), ConvStep(192, (1, 7)), ConvStep(192, (7, 1)), ConvStep(192, (3, 3), 2)),
+    (three_largest,),
 )
 
-_BLOCK_E: tuple[_Branch, ...] = (
-    (_Conv(320),),
-    (_Conv(384), _Fork(_Conv(384, (1, 3)), _Conv(384, (3, 1)))),
-    (_Conv(448), _Conv(384, (3, 3)), _Fork(_Conv(384, (1, 3)), _Conv(384, (3, 1)))),
-    (_average_pool, _Conv(192)),
+_BLOCK_E: tuple[Branch, ...] = (
+    (ConvStep(320),),
+    (ConvStep(384), Fork(ConvStep(384, (1, 3)), ConvStep(384, (3, 1)))),
+    (ConvStep(448), ConvStep(384, (3, 3)), Fork(ConvStep(384, (1, 3)), ConvStep(384, (3, 1)))),
+    (three_average, ConvStep(192)),
 )
+
+
+def blocks(stage_sizes: tuple[int, int, int]) -> dict[str, tuple[Branch, ...]]:
+    """Returns the branches of every block by its name, from the stem to the features.
+
+    Examples:
+      >>> list(blocks((1, 0, 1)))
+      ['stage1_block1', 'reduction1', 'reduction2', 'stage3_block1']
+    """
+    first, second, third = stage_sizes
+    table = {f"stage1_block{i}": _block_a(32 if i == 1 else 64) for i in range(1, first + 1)}
+    table["reduction1"] = _REDUCTION_1
+    for i in range(1, second + 1):
+        table[f"stage2_block{i}"] = _block_c(128 if i == 1 else 192 if i == second else 160)
+    table["reduction2"] = _REDUCTION_2
+    return table | {f"stage3_block{i}": _BLOCK_E for i in range(1, third + 1)}

@@ -4,10 +4,11 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
-from pols_jax.models.backbone import Backbone, ConvNorm, check_images, scaled
+from pols_jax.models.backbone import Backbone, ConvNorm, Features, Images, Where, scaled
 from pols_jax.models.batch_norm import AxisName
+from pols_jax.models.convolution import Choice
+from pols_jax.models.pooling import max_pool
 
 
 class ResNet(Backbone):
@@ -27,27 +28,19 @@ class ResNet(Backbone):
     stage_sizes: tuple[int, ...] = (3, 4, 6, 3)
 
     @nn.compact
-    def __call__(
-        self,
-        images: Float[Array, "batch height width channels"],
-        *,
-        train: bool = False,
-        mask: Bool[Array, " batch"] | None = None,
-    ) -> Float[Array, "batch features"]:
+    def __call__(self, images: Images, *, train: bool = False, where: Where = None) -> Features:
         """Maps images ``[m, h, w, c]`` to features ``[m, 2048 * width]`` (four stages)."""
-        check_images(images)
-        shared = {"axis_name": self.axis_name, "dtype": self.dtype}
+        images = self.prepared(images)
+        shared = {"axis_name": self.axis_name, "dtype": self.dtype, "convolution": self.convolution}
         stem = ConvNorm(scaled(64, self.width), (7, 7), stride=2, padding=3, name="stem", **shared)
-        x = stem(images, train=train, mask=mask)
-        # Flax takes pairs here too; its annotation says str only.
-        one_around = ((1, 1), (1, 1))
-        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding=one_around)  # pyright: ignore[reportArgumentType]
+        x = stem(images, train=train, where=where)
+        x = max_pool(x, size=3, stride=2, padding=1)
         for stage, size in enumerate(self.stage_sizes, start=1):
             channels = scaled(64 * 2 ** (stage - 1), self.width)
             for index in range(1, size + 1):
                 stride = 2 if stage > 1 and index == 1 else 1
                 block = _Bottleneck(channels, stride, name=f"stage{stage}_block{index}", **shared)
-                x = block(x, train=train, mask=mask)
+                x = block(x, train=train, where=where)
         return jnp.mean(x, axis=(1, 2))
 
 
@@ -58,18 +51,19 @@ class _Bottleneck(nn.Module):
     stride: int
     axis_name: AxisName | None = None
     dtype: Any = None
+    convolution: Choice = "auto"
 
     @nn.compact
-    def __call__(self, x, *, train, mask):
+    def __call__(self, x, *, train, where):
         def conv(name, features, size, stride=1, relu=True):
             padding = size // 2
-            shared = {"axis_name": self.axis_name, "dtype": self.dtype}
+            shared = {"axis_name": self.axis_name, "dtype": self.dtype, "convolution": self.convolution}
             return ConvNorm(features, (size, size), stride, padding, relu, name=name, **shared)
 
         wide = 4 * self.channels
-        y = conv("conv1", self.channels, 1)(x, train=train, mask=mask)
-        y = conv("conv2", self.channels, 3, self.stride)(y, train=train, mask=mask)
-        y = conv("conv3", wide, 1, relu=False)(y, train=train, mask=mask)
+        y = conv("conv1", self.channels, 1)(x, train=train, where=where)
+        y = conv("conv2", self.channels, 3, self.stride)(y, train=train, where=where)
+        y = conv("conv3", wide, 1, relu=False)(y, train=train, where=where)
         if x.shape != y.shape:
-            x = conv("projection", wide, 1, self.stride, relu=False)(x, train=train, mask=mask)
+            x = conv("projection", wide, 1, self.stride, relu=False)(x, train=train, where=where)
         return nn.relu(x + y)

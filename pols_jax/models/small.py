@@ -1,13 +1,17 @@
 """The paper's networks for small images: an MLP for MNIST, a convolutional network for SVHN and CIFAR."""
 
-import functools
-
 import flax.linen as nn
-import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float
 
-from pols_jax.models.backbone import Backbone, ConvNorm, DenseNorm, check_images, scaled
+from pols_jax.models.backbone import (
+    Backbone,
+    ConvNorm,
+    DenseNorm,
+    Features,
+    Images,
+    Where,
+    scaled,
+)
+from pols_jax.models.pooling import max_pool
 
 
 class MLP(Backbone):
@@ -27,19 +31,13 @@ class MLP(Backbone):
     hidden_sizes: tuple[int, ...] = (500, 500)
 
     @nn.compact
-    def __call__(
-        self,
-        images: Float[Array, "batch height width channels"],
-        *,
-        train: bool = False,
-        mask: Bool[Array, " batch"] | None = None,
-    ) -> Float[Array, "batch features"]:
+    def __call__(self, images: Images, *, train: bool = False, where: Where = None) -> Features:
         """Maps images ``[m, h, w, c]`` to features ``[m, hidden_sizes[-1]]``."""
-        check_images(images)
+        images = self.prepared(images)
         x = images.reshape((images.shape[0], -1))
         for index, size in enumerate(self.hidden_sizes, start=1):
             layer = DenseNorm(scaled(size, self.width), self.axis_name, self.dtype, name=f"layer{index}")
-            x = layer(x, train=train, mask=mask)
+            x = layer(x, train=train, where=where)
         return x
 
 
@@ -60,45 +58,17 @@ class CNN(Backbone):
     """
 
     @nn.compact
-    def __call__(
-        self,
-        images: Float[Array, "batch height width channels"],
-        *,
-        train: bool = False,
-        mask: Bool[Array, " batch"] | None = None,
-    ) -> Float[Array, "batch features"]:
+    def __call__(self, images: Images, *, train: bool = False, where: Where = None) -> Features:
         """Maps images ``[m, h, w, c]`` to features ``[m, 1024 * width]``."""
-        check_images(images)
+        images = self.prepared(images)
         shared = {"axis_name": self.axis_name, "dtype": self.dtype}
         x = images
         for stage, channels in enumerate((128, 256, 512)):
             for place, kernel_size in enumerate(((5, 5), (1, 1)), start=1):
                 name = f"conv{2 * stage + place}"
-                layer = ConvNorm(scaled(channels, self.width), kernel_size, name=name, **shared)
-                x = layer(x, train=train, mask=mask)
-            x = halve(x)
+                maps = scaled(channels, self.width)
+                layer = ConvNorm(maps, kernel_size, name=name, convolution=self.convolution, **shared)
+                x = layer(x, train=train, where=where)
+            x = max_pool(x, size=3, stride=2, padding="SAME")
         x = x.reshape((x.shape[0], -1))
-        return DenseNorm(scaled(1024, self.width), name="dense", **shared)(x, train=train, mask=mask)
-
-
-def halve(
-    x: Float[Array, "batch height width channels"],
-) -> Float[Array, "batch half_height half_width channels"]:
-    """Max-pools 3x3 windows with stride 2 and "SAME" padding, as the maximum of nine slices.
-
-    The values are those of ``nn.max_pool``. Its derivative is compiled to a loop on a CPU that is eight times slower
-    than that of the slices. Where several entries of a window are the largest, they share the gradient.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> halve(jnp.arange(16.0).reshape(1, 4, 4, 1))[0, :, :, 0].tolist()
-      [[10.0, 11.0], [14.0, 15.0]]
-    """
-    sizes = x.shape[1:3]
-    padding = lax.padtype_to_pads(sizes, (3, 3), (2, 2), "SAME")
-    padded = jnp.pad(x, ((0, 0), *padding, (0, 0)), constant_values=-jnp.inf)
-    ends = [2 * (-(-size // 2) - 1) + 1 for size in sizes]
-    slices = [
-        padded[:, top : top + ends[0] : 2, left : left + ends[1] : 2] for top in range(3) for left in range(3)
-    ]
-    return functools.reduce(jnp.maximum, slices)
+        return DenseNorm(scaled(1024, self.width), name="dense", **shared)(x, train=train, where=where)
