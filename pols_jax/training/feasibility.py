@@ -1,0 +1,103 @@
+"""Can this be trained here? Whether the network takes images of that size, and whether a step fits in memory."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pols_jax.data import ArraySplit, Dataset, find_augmentation
+from pols_jax.errors import ConfigError
+from pols_jax.memory import check_fits
+from pols_jax.training.config import RunConfig
+from pols_jax.training.network import make_model
+from pols_jax.training.optimizers import make_optimizer
+
+__all__ = ["check_feasible", "check_shape", "num_parameters"]
+
+
+def check_feasible(config: RunConfig, dataset: Dataset) -> None:
+    """Raises a `ConfigError` if the images do not suit the network or the settings, or a step does not fit in memory.
+
+    Compiles and allocates nothing.
+    """
+    train = dataset.train
+    if config.feature_passes and find_augmentation(config.augment, dataset) is None:
+        raise ConfigError(f"--feature-passes: the training images of {dataset.name} are not augmented.")
+    check_shape(
+        config,
+        name=dataset.name,
+        num_classes=dataset.num_classes,
+        image_shape=dataset.image_shape,
+        resident_bytes=train.images.nbytes if isinstance(train, ArraySplit) else 0,
+    )
+
+
+def check_shape(
+    config: RunConfig,
+    *,
+    name: str,
+    num_classes: int,
+    image_shape: tuple[int, int, int],
+    resident_bytes: int,
+) -> None:
+    """Does what `check_feasible` does, for data that need not be loaded yet: ``resident_bytes`` of it stay in memory."""
+    height, width, channels = image_shape
+    smallest = make_model(config, num_classes).backbone.smallest_image
+    if min(height, width) < smallest:
+        raise ConfigError(
+            f"--model {config.model} needs images of at least {smallest} x {smallest} pixels, and those of "
+            f"{name} are {height} x {width}; choose another --model or a larger --image-size."
+        )
+    if config.pixels == "imagenet" and channels != 3:
+        raise ConfigError(
+            f"--pixels imagenet needs images in color, and those of {name} have {channels} channel."
+        )
+    if config.train == "head":  # no step goes through the backbone
+        return
+    devices = jax.local_devices()
+    # The devices of a CPU share its memory.
+    sharing = len(devices) if devices[0].platform == "cpu" else 1
+    check_fits(
+        sharing * (resident_bytes + _bytes_per_device(config, num_classes, image_shape)),
+        devices[0],
+        what=f"A step of --model {config.model} with --batch-size {config.batch_size} and {num_classes:,} classes",
+        advice="choose a smaller --batch-size, --width or --hidden-sizes",
+    )
+
+
+def num_parameters(config: RunConfig, num_classes: int, image_shape: tuple[int, int, int]) -> int:
+    """The number of parameters of a run's network, without those of batch statistics."""
+    images = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
+    variables: Any = jax.eval_shape(make_model(config, num_classes).init, jax.random.key(0), images)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables["params"]))
+
+
+def _bytes_per_device(config: RunConfig, num_classes: int, image_shape: tuple[int, int, int]) -> int:
+    """What a device holds beside the data: state and gradient, and its part of the batch and of the largest layer."""
+    state, layer = _sizes(config, num_classes, image_shape)
+    if config.head == "sharded":
+        state //= jax.device_count()
+    examples = config.batch_size // jax.device_count()
+    return state + examples * (4 * math.prod(image_shape) + 2 * layer)
+
+
+@functools.lru_cache
+def _sizes(config: RunConfig, num_classes: int, image_shape: tuple[int, int, int]) -> tuple[int, int]:
+    """Bytes of parameters, their gradient and the optimizer's state; and of the largest layer's output for one image."""
+    model = make_model(config, num_classes)
+    init = functools.partial(model.init, capture_intermediates=True)
+    variables: Any = dict(
+        jax.eval_shape(init, jax.random.key(0), jax.ShapeDtypeStruct((1, *image_shape), jnp.float32))
+    )
+    outputs = variables.pop("intermediates")
+    if config.head != "dense":
+        outputs = outputs["backbone"]  # all logits never exist
+    state = jax.eval_shape(make_optimizer(config).init, variables["params"])
+    layers = [_bytes(leaf) for leaf in jax.tree.leaves(outputs)]
+    return _bytes(variables) + _bytes(variables["params"]) + _bytes(state), max(layers, default=0)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

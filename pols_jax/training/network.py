@@ -1,0 +1,23 @@
+"""From a config to its network: all that someone needs of training who asks a network that is trained already."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from pols_jax.models import MODELS, Classifier
+from pols_jax.training.config import RunConfig
+
+
+def make_model(config: RunConfig, num_classes: int, *, axis_name: str | None = None) -> Classifier:
+    """Builds the network that a config asks for; batch norm synchronizes over ``axis_name`` while training."""
+    dtype = jnp.dtype(config.dtype)
+    options: dict[str, Any] = {"width": config.width, "dtype": dtype, "axis_name": axis_name}
+    if config.pixels is not None:
+        options["pixels"] = config.pixels
+    if config.hidden_sizes:
+        options["hidden_sizes"] = config.hidden_sizes
+    if config.auxiliary:
+        options["auxiliary"] = True
+    return Classifier(
+        MODELS[config.model](**options), num_classes, bias_init=config.first_bias(num_classes), dtype=dtype
+    )

@@ -1,0 +1,102 @@
+"""The normalizer of a run, in a file beside its checkpoint."""
+
+import warnings
+import zlib
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from pols_jax.errors import RunError, RunWarning
+from pols_jax.files import write_arrays
+from pols_jax.normalizers import Fit, Normalizer
+from pols_jax.schema import ArrayKind, read_arrays
+
+__all__ = ["normalizer_id", "normalizer_path", "read_normalizer", "score_id", "write_normalizer"]
+
+_ARRAYS = {
+    "kernel": ArrayKind("f", ("rows", "features")),
+    "bias": ArrayKind("f", ("rows",)),
+    "r_squared": ArrayKind("f", ()),
+    "error": ArrayKind("f", ()),
+    "num_features": ArrayKind("iu", ()),
+    "checkpoint": ArrayKind("U", ()),
+}
+
+
+def normalizer_path(run_dir: Path) -> Path:
+    """The file that holds the normalizer of a run."""
+    return run_dir / "normalizer.npz"
+
+
+def write_normalizer(run_dir: Path, normalizer: Normalizer, *, checkpoint: str) -> None:
+    """Writes the normalizer of a checkpoint, at once or not at all."""
+    arrays = {
+        "kernel": np.asarray(normalizer.kernel, np.float32),
+        "bias": np.asarray(normalizer.bias, np.float32),
+        "checkpoint": np.array(checkpoint),
+        **{name: np.asarray(value) for name, value in normalizer.fit._asdict().items()},
+    }
+    write_arrays(normalizer_path(run_dir), arrays)
+
+
+def read_normalizer(
+    run_dir: Path, *, checkpoint: str, num_features: int, advice: str | None = None
+) -> Normalizer | None:
+    """Reads the normalizer of a checkpoint; None if there is none. That of another checkpoint is not used, with a warning.
+
+    Args:
+      run_dir: The run directory.
+      checkpoint: What identifies the checkpoint.
+      num_features: The width of its output layer.
+      advice: What to do about a file that cannot be used; fitting another one if None.
+
+    Raises:
+      RunError: if the file is damaged.
+    """
+    path = normalizer_path(run_dir)
+    if not path.exists():
+        return None
+    advice = advice or f"fit another one with pols normalize {run_dir}, or delete it"
+    try:
+        arrays = read_arrays(path, _ARRAYS, features=num_features)
+    except RunError as error:
+        raise RunError(f"{str(error).rstrip('.')}; {advice}.") from error
+    if str(arrays["checkpoint"]) != checkpoint:
+        warnings.warn(
+            f"{path} belongs to another checkpoint and is not used; {advice}.", RunWarning, stacklevel=2
+        )
+        return None
+    if not all(np.isfinite(arrays[name]).all() for name in ("kernel", "bias")) or not len(arrays["bias"]):
+        raise RunError(f"{path} cannot be used: it holds no finite rows; {advice}.")
+    fit = Fit(float(arrays["r_squared"]), float(arrays["error"]), int(arrays["num_features"]))
+    return Normalizer(jnp.asarray(arrays["kernel"]), jnp.asarray(arrays["bias"]), fit)
+
+
+def score_id(checkpoint: str, normalizer: Normalizer | None) -> str:
+    """What identifies the score that thresholds were chosen for: a checkpoint, and its normalizer if it is used.
+
+    Examples:
+      >>> score_id("step 7", None)
+      'step 7'
+    """
+    return checkpoint if normalizer is None else f"{checkpoint}, normalizer {normalizer_id(normalizer)}"
+
+
+def normalizer_id(normalizer: Normalizer) -> str:
+    """What identifies a normalizer: a checksum of its rows."""
+    rows = (
+        np.asarray(normalizer.kernel, np.float32).tobytes()
+        + np.asarray(normalizer.bias, np.float32).tobytes()
+    )
+    return f"{zlib.crc32(rows):08x}"
+
+
+def rows_in_words(num_rows: int) -> str:
+    """Says how many rows a normalizer has.
+
+    Examples:
+      >>> rows_in_words(1), rows_in_words(1024)
+      ('affine', '1,024 rows')
+    """
+    return "affine" if num_rows == 1 else f"{num_rows:,} rows"

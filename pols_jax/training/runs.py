@@ -1,0 +1,281 @@
+"""Finds trained runs on disk and opens them: what `pols_jax.training.fit` wrote, for those who use it."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pols_jax.data import Dataset, load
+from pols_jax.errors import CheckpointError, RunError
+from pols_jax.losses import LOSSES
+from pols_jax.models import Classifier
+from pols_jax.normalizers import Normalizer
+from pols_jax.schema import read_json
+from pols_jax.training.checkpoint_reading import StoredCheckpoint, advised, newest_step, stored_steps
+from pols_jax.training.config import RunConfig
+from pols_jax.training.network import make_model
+from pols_jax.training.progress import MetricsLog, ended_early
+from pols_jax.training.run_files import (
+    RunInfo,
+    read_class_names,
+    read_experiment,
+    read_run_info,
+    read_sweep_file,
+)
+from pols_jax.training.run_normalizer import read_normalizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A trained run: its directory, what it was trained on, and which checkpoint is used.
+
+    Attributes:
+      directory: The run directory.
+      info: What ``config.json`` says.
+      step: The step of the checkpoint.
+      checkpoint: What identifies the checkpoint; measurements carry it.
+      last_step: The last step of the run.
+    """
+
+    directory: Path
+    info: RunInfo
+    step: int
+    checkpoint: str
+    last_step: int
+
+    @classmethod
+    def open(cls, run_dir: str | Path, *, use: Literal["best", "last"] | None = None) -> "Run":
+        """Opens a finished run.
+
+        Args:
+          run_dir: The run directory.
+          use: The checkpoint with the best accuracy on the validation split, the later one in a tie, or the last one. By
+            default that of the evaluation in the directory, to which its thresholds belong; without one, the best.
+
+        Returns:
+          The run.
+
+        Raises:
+          RunError: if there is no run in the directory, it has no checkpoint, diverged, or did not finish, or a file of
+            it cannot be used.
+          CheckpointError: if its checkpoint is damaged.
+
+        Examples:
+          >>> Run.open("no/such/run")
+          Traceback (most recent call last):
+          pols_jax.errors.RunError: There is no run in no/such/run (no config.json); train one with pols train.
+        """
+        directory = Path(run_dir)
+        info = read_run_info(directory)
+        if info is None:
+            raise RunError(f"There is no run in {directory} (no config.json); train one with pols train.")
+        records = MetricsLog(directory / "metrics.jsonl").records()
+        if records and records[-1].get("diverged"):
+            raise RunError(
+                f"The run in {directory} diverged at step {records[-1]['step']}; train another one."
+            )
+        step = newest_step(directory)
+        if step is None:
+            raise RunError(f"The run in {directory} has no checkpoint; train it with pols train.")
+        if step < info.config.steps and not (records and ended_early(records[-1], step)):
+            raise RunError(
+                f"The run in {directory} is not finished: step {step} of {info.config.steps}. "
+                f"Go on with pols train --run-dir {directory} --resume."
+            )
+        checkpoint = StoredCheckpoint(directory, step)
+        with advised(directory):
+            checkpoint.check_config(info.config)
+        if use != "last":
+            best = best_checkpoint(directory) or checkpoint
+            is_evaluated = use is None and checkpoint.identity == _evaluated_checkpoint(directory)
+            checkpoint = checkpoint if is_evaluated else best
+        return cls(directory, info, checkpoint.step, checkpoint.identity, step)
+
+    @property
+    def config(self) -> RunConfig:
+        """What determined the model."""
+        return self.info.config
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes k."""
+        return self.info.num_classes
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Height, width and channels that the network wants."""
+        return self.info.image_shape
+
+    @functools.cached_property
+    def class_names(self) -> tuple[str, ...]:
+        """One name per class."""
+        return read_class_names(self.directory, self.info)
+
+    @functools.cached_property
+    def model(self) -> Classifier:
+        """The network, without parameters."""
+        return make_model(self.config, self.num_classes)
+
+    @functools.cached_property
+    def normalizer(self) -> Normalizer | None:
+        """What is subtracted from its logits; None if none was fitted to this checkpoint."""
+        num_features = self._shapes["params"]["head"]["kernel"].shape[1]
+        return read_normalizer(self.directory, checkpoint=self.checkpoint, num_features=num_features)
+
+    def restore_backbone(self) -> Any:
+        """Reads the variables of the backbone, and neither the output layer nor the optimizer's state."""
+        saved = self._restore(
+            {
+                name: {"backbone": tree["backbone"]}
+                for name, tree in self._shapes.items()
+                if "backbone" in tree
+            }
+        )
+        return {name: tree["backbone"] for name, tree in saved.items()}
+
+    def restore_head(self) -> tuple[np.ndarray, np.ndarray]:
+        """Reads the whole output layer: kernel ``[k, d]`` and bias ``[k]``."""
+        head = self._restore({"params": {"head": self._shapes["params"]["head"]}})["params"]["head"]
+        return head["kernel"], head["bias"]
+
+    @functools.cached_property
+    def _shapes(self) -> Any:
+        """The variables of the network, as shapes; finding them out compiles nothing, not even a key."""
+        images = jax.ShapeDtypeStruct((1, *self.image_shape), jnp.float32)
+        return jax.eval_shape(lambda images: self.model.init(jax.random.key(0), images), images)
+
+    def _restore(self, template: Any) -> Any:
+        with advised(self.directory):
+            return StoredCheckpoint(self.directory, self.step).read(template)
+
+    def load_dataset(self, *, data_dir: str | Path | None = None) -> Dataset:
+        """Loads the data that the run was trained on.
+
+        Args:
+          data_dir: Where prepared tfds data sets are; the default places if None.
+
+        Raises:
+          DataError: if the data cannot be had.
+          RunError: if it is no longer the data that the run was trained on.
+        """
+        options = self.config.options() | ({"data_dir": data_dir} if data_dir is not None else {})
+        if self.config.dataset.startswith(
+            "folder:"
+        ):  # decoded as the network saw it, whatever the rule is now
+            options |= {"image_size": self.image_shape[0], "channels": self.image_shape[2]}
+        dataset = load(self.config.dataset, **options)
+        self.check_dataset(dataset)
+        return dataset
+
+    def check_dataset(self, dataset: Dataset) -> None:
+        """Raises a `RunError` unless a data set is the one that the run was trained on."""
+        if not dataset.is_the_data_of(self.info.data) or dataset.class_names != self.class_names:
+            raise RunError(
+                f"The data set {dataset.name} has changed since the run in {self.directory} was trained on it; "
+                "bring the old data back, or train again."
+            )
+
+
+def best_checkpoint(run_dir: str | Path) -> StoredCheckpoint | None:
+    """The checkpoint with the best accuracy on the validation split, the latest in a tie; None if none was measured."""
+    measured = []
+    for step in stored_steps(run_dir):
+        checkpoint = StoredCheckpoint(run_dir, step)
+        with contextlib.suppress(CheckpointError):  # one that is damaged cannot be the best
+            if (accuracy := checkpoint.meta["validation_accuracy"]) is not None:
+                measured.append((accuracy, step, checkpoint))
+    return max(measured, key=lambda entry: entry[:2])[2] if measured else None
+
+
+def _evaluated_checkpoint(run_dir: Path) -> str | None:
+    """What identifies the checkpoint that was evaluated last; None if there is no evaluation."""
+    try:
+        return str(read_json(run_dir / "slc.json")["checkpoint"])
+    except (RunError, LookupError, TypeError):  # whoever needs the evaluation says what is wrong with it
+        return None
+
+
+def find_runs(paths: Iterable[str | Path] = (), *, root: str | Path = "runs") -> list[Path]:
+    """Lists the run directories that some paths stand for.
+
+    A run directory stands for itself; a directory of runs for its runs, and of a sweep only for the chosen ones.
+
+    Args:
+      paths: Run directories, or directories of them; without any, the newest one in ``root``.
+      root: Where experiments are written by default.
+
+    Returns:
+      Run directories, in the order of `LOSSES` within each path.
+
+    Raises:
+      RunError: if a path holds no run.
+
+    Examples:
+      >>> find_runs(["no/such/run"])
+      Traceback (most recent call last):
+      pols_jax.errors.RunError: There is no run in no/such/run; train one with pols train.
+    """
+    paths = [Path(path) for path in paths] or [_newest_experiment(Path(root))]
+    found = [run for path in paths for run in _runs_in(path)]
+    return list(dict.fromkeys(found))
+
+
+def _runs_in(path: Path) -> list[Path]:
+    if read_run_info(path) is not None:
+        return [path]
+    if sweep := read_sweep_file(path / "sweep.json"):
+        _, runs = sweep
+    else:
+        experiment = read_experiment(path)
+        if experiment is not None and experiment.is_sweep() and experiment.sweep_steps is None:
+            raise RunError(
+                f"{path} holds a sweep without sweep.json, which says what was chosen; go on with pols train --run-dir "
+                f"{path} --resume."
+            )
+        runs = [config.parent for config in sorted(path.glob("*/config.json"))]
+    infos = {run: info for run in runs if (info := read_run_info(run))}
+    if not infos:
+        raise RunError(f"There is no run in {path}; train one with pols train.")
+    order = list(LOSSES)
+    return sorted(infos, key=lambda run: order.index(infos[run].config.loss))
+
+
+def _newest_experiment(root: Path) -> Path:
+    configs = [*root.glob("*/config.json"), *root.glob("*/*/config.json")]
+    if not configs:
+        raise RunError(f"There is no run in {root}; train one with pols train, or name a run directory.")
+    newest = max(configs, key=lambda path: path.stat().st_mtime)
+    return root / newest.relative_to(root).parts[0]
+
+
+def find_run(path: str | Path) -> Path:
+    """Finds the run that a directory stands for: itself, or the only run of an experiment.
+
+    Raises:
+      RunError: if there is no run, or several; the message names them, those that do best on the validation split first.
+
+    Examples:
+      >>> find_run("no/such/run")
+      Traceback (most recent call last):
+      pols_jax.errors.RunError: There is no run in no/such/run; train one with pols train.
+    """
+    runs = find_runs([path])
+    if len(runs) == 1:
+        return runs[0]
+    best_first = sorted(runs, key=_validation_auprc, reverse=True)
+    raise RunError(
+        f"{path} holds {len(runs)} runs; name one of them, best on the validation split first: "
+        f"{', '.join(map(str, best_first))}."
+    )
+
+
+def _validation_auprc(run_dir: Path) -> float:
+    """What the run's last look at the validation split found for one logit; -1 for a run without one."""
+    looks = [r["validation"] for r in MetricsLog(run_dir / "metrics.jsonl").records() if r.get("validation")]
+    return looks[-1].get("auprc", -1.0) if looks else -1.0

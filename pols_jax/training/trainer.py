@@ -1,0 +1,256 @@
+"""`Trainer` runs `train_step` where a placement says: on every device of every host, or on a mesh.
+
+Data that fits in memory lives on the devices, and many steps run per dispatch in one compiled loop. Other data is
+streamed, one dispatch per step. All run the same `train_step`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from pols_jax import metrics, principle
+from pols_jax.data import (
+    Batch,
+    Dataset,
+    Split,
+    StreamSplit,
+    augment_batch,
+    evaluation_batches,
+    find_augmentation,
+    prefetch_to_device,
+    sample_batch,
+    stream_batches,
+)
+from pols_jax.heads import class_logits
+from pols_jax.losses import LinearLogits
+from pols_jax.training.config import RunConfig
+from pols_jax.training.features import fitting_batch
+from pols_jax.training.learning import Learner, Totals, TrainState, train_step
+from pols_jax.training.placement import make_placement
+
+# While training, single-logit metrics are measured on as many classes as keep the scores below this number.
+_MAX_SCORES = 2**26
+
+
+class Trainer:
+    """Runs `train_step` on the devices that a config asks for, and looks at the validation split.
+
+    Args:
+      config: The run.
+      dataset: Its data.
+      num_workers: Processes that decode streamed data; with 0, threads of this one do.
+
+    Raises:
+      ConfigError: if the batch or the output layer cannot be split over the devices.
+
+    Examples:
+      >>> from pols_jax.data import load
+      >>> config = RunConfig(width=0.1, characters="0030-0039", batch_size=32)
+      >>> trainer = Trainer(config, load("glyphs", **config.options()))
+      >>> state, totals = trainer.advance(trainer.init(), until=3)
+      >>> int(totals.steps), sorted(trainer.validate(state))
+      (3, ['accuracy', 'auprc', 'loss', 'num_classes', 'violation_rate'])
+    """
+
+    def __init__(self, config: RunConfig, dataset: Dataset, *, num_workers: int = 0):
+        self.config = config
+        self.dataset = dataset
+        # Features that are computed once are not distorted again.
+        self.augment = None if config.train == "head" else find_augmentation(config.augment, dataset)
+        self.num_workers = num_workers
+        self.placement = make_placement(config, dataset)
+        self.learner = self.placement.learner
+        self.num_traces = 0  # how often the training program was compiled
+        self._resident = None
+        self._stream: Iterator[Batch] | None = None
+        self._advance = self.placement.compile(self._advance_program, num_shared=1, trains=True)
+        self._step = self.placement.compile(self._step_program, num_shared=0, trains=True)
+        self._validate = self.placement.compile(self._validate_program, num_shared=1, trains=False)
+
+    def place(self, state: TrainState) -> TrainState:
+        """Puts a whole state on the devices."""
+        return self.placement.place(state)
+
+    def whole(self, state: TrainState) -> TrainState:
+        """Takes a state from the devices, as it was before `place`."""
+        return self.placement.whole(state)
+
+    def step_of(self, state: TrainState) -> int:
+        """The number of steps that a state on the devices has done."""
+        return int(self.placement.first(state.step))
+
+    def init(self) -> TrainState:
+        """Creates the state before the first step, on the devices."""
+        return self.place(self.learner.init(self.dataset.image_shape))
+
+    def advance(self, state: TrainState, until: int) -> tuple[TrainState, Totals]:
+        """Trains until a step is reached, or the loss is no longer finite.
+
+        Args:
+          state: The state on the devices; it is consumed.
+          until: The step to stop at.
+
+        Returns:
+          The state, and totals over the steps that were done.
+        """
+        train = self.dataset.train
+        if isinstance(train, StreamSplit):
+            return self._advance_by_stream(train, state, until)
+        if self._resident is None:
+            self._resident = self.placement.put((train.images, train.labels))
+        state, totals = self._advance(state, self._resident, jnp.asarray(until, jnp.int32))
+        return state, self.placement.first(totals)
+
+    def _advance_by_stream(self, train, state, until):
+        if self._stream is None:
+            batches = stream_batches(
+                train,
+                seed=self.config.seed,
+                start_step=self.step_of(state),
+                batch_size=self.config.batch_size,
+                process_index=jax.process_index(),
+                process_count=jax.process_count(),
+                num_workers=self.num_workers,
+            )
+            self._stream = prefetch_to_device(batches, put=self.placement.put_batch)
+        sums = Totals.zero()
+        for _ in range(self.step_of(state), until):
+            state, totals = self._step(state, next(self._stream))
+            totals = self.placement.first(totals)
+            sums = jax.tree.map(jnp.add, sums, totals)._replace(last_loss=totals.last_loss)
+            if not np.isfinite(totals.last_loss):
+                break
+        return state, sums
+
+    def _step_program(self, state, batch):
+        self.num_traces += 1
+        shard = self.placement.shard().get("shard", 0)
+        seed = self.config.seed
+        return self._train_step(
+            state, augment_batch(batch, state.step, seed=seed, augment=self.augment, shard=shard)
+        )
+
+    def _train_step(self, state, batch):
+        batch = self.placement.spread(batch)
+        return train_step(self.learner, state, batch, axis_name=self.placement.axis_name)
+
+    def _sampled_step(self, state, images, labels):
+        batch = sample_batch(
+            images,
+            labels,
+            state.step,
+            seed=self.config.seed,
+            batch_size=self.config.batch_size,
+            augment=self.augment,
+            **self.placement.shard(),
+        )
+        return self._train_step(state, batch)
+
+    def _advance_program(self, state, resident, until):
+        """Runs as many steps as are asked for; the number is not part of the program, so it compiles once."""
+        self.num_traces += 1
+
+        def step(carry):
+            state, sums = carry
+            state, totals = self._sampled_step(state, *resident)
+            sums = jax.tree.map(jnp.add, sums, totals)._replace(last_loss=totals.last_loss)
+            return state, sums
+
+        def goes_on(carry):
+            state, sums = carry
+            return (state.step < until) & jnp.isfinite(sums.last_loss)
+
+        return lax.while_loop(goes_on, step, (state, Totals.zero()))
+
+    def validate(self, state: TrainState) -> dict[str, float]:
+        """Measures the model on the validation split.
+
+        Returns:
+          ``loss`` and ``accuracy``; ``auprc`` with one logit, averaged over classes; and ``violation_rate``, the share
+          of pairs that violate the principle. The last two are taken over at most `_MAX_SCORES` scores: with very
+          many classes, over ``num_classes`` of them at equal distances.
+        """
+        split, num_classes = self.dataset.validation, self.dataset.num_classes
+        num_columns = max(1, min(num_classes, _MAX_SCORES // len(split)))
+        columns = jnp.asarray(np.linspace(0, num_classes - 1, num_columns).round().astype(np.int32))
+        outputs = [
+            jax.tree.map(np.asarray, self._measure(state, batch, columns))
+            for batch in _batches_for_all_hosts(split)
+        ]
+        sizes = np.array([out["examples"] for out in outputs])
+        scores, labels, where = (np.concatenate([out[name] for out in outputs]) for name in _PER_EXAMPLE)
+        scores, labels = scores[where], labels[where]
+        # -1 for an example of a class that is not among the columns: a negative for each of them.
+        places = np.full(num_classes, -1, np.int32)
+        places[np.asarray(columns)] = np.arange(num_columns)
+        places = places[labels]
+        slc = metrics.slc_metrics(jnp.asarray(scores), jnp.asarray(places))
+        return {
+            "loss": float(np.sum([out["loss"] * out["examples"] for out in outputs]) / sizes.sum()),
+            "accuracy": float(np.sum([out["correct"] for out in outputs]) / sizes.sum()),
+            "auprc": float(slc["auprc"]),
+            "violation_rate": _violation_rate(scores[places >= 0], places[places >= 0]),
+            "num_classes": int(slc["num_classes"]),
+        }
+
+    def _measure(self, state, batch, columns):
+        return self.placement.first(self._validate(state, self.placement.split(batch), columns))
+
+    def _validate_program(self, state, batch, columns):
+        batch = self.placement.spread(batch)
+        out = measure_validation(self.learner, state, batch, columns, axis_name=self.placement.axis_name)
+        per_example = self.placement.gather({name: out[name] for name in _PER_EXAMPLE})
+        return out | self.placement.total({name: out[name] for name in _COUNTS}) | per_example
+
+
+_PER_EXAMPLE = ("scores", "labels", "where")
+_COUNTS = ("correct", "examples")
+
+
+def measure_validation(
+    learner: Learner,
+    state: TrainState,
+    batch: Batch,
+    columns: Int[Array, " columns"],
+    *,
+    axis_name: str | None,
+) -> dict[str, Array]:
+    """Measures one batch of the validation split: its loss, and this device's part of everything else."""
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    outputs: Any = learner.model.apply(variables, batch.images, method=learner.method)
+    loss, is_correct = learner.measure(state.params, outputs, batch, axis_name=axis_name)
+    logits = learner.logits(state.params, outputs)
+    if isinstance(logits, LinearLogits):
+        scores = class_logits(logits.features, logits.kernel, logits.bias, columns)
+    else:
+        scores = logits if len(columns) == logits.shape[1] else logits[:, columns]
+    where = jnp.asarray(batch.where)
+    return {
+        "loss": loss,
+        "correct": jnp.sum(is_correct & where),
+        "examples": jnp.sum(where),
+        "scores": scores,
+        "labels": jnp.asarray(batch.labels),
+        "where": where,
+    }
+
+
+def _violation_rate(scores, labels) -> float:
+    if scores.shape[1] < 2:
+        return 0.0  # one class has no false logit
+    return float(principle.violation_rate(jnp.asarray(scores), jnp.asarray(labels)))
+
+
+def _batches_for_all_hosts(split: Split) -> Iterator[Batch]:
+    # Not larger than the split, and a multiple of the number of devices.
+    num_devices = jax.device_count()
+    image_shape = split.image_shape if isinstance(split, StreamSplit) else split.images.shape[1:]
+    batch_size = -(-min(fitting_batch(image_shape), len(split)) // num_devices) * num_devices
+    return evaluation_batches(
+        split, batch_size=batch_size, process_index=jax.process_index(), process_count=jax.process_count()
+    )
