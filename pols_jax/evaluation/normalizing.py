@@ -1,0 +1,321 @@
+"""Fits a normalizer to a trained run: from its training pictures, without their labels, to one more file beside it."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from pols_jax.data import Dataset, StreamSplit, augment_batch, find_augmentation, sample_batch, stream_batches
+from pols_jax.errors import ConfigError, RunError
+from pols_jax.evaluation.measuring import estimates, progress_bars
+from pols_jax.files import check_writable
+from pols_jax.metrics.class_blocks import ScoredSplit, SplitCounts
+from pols_jax.metrics.exact import Counts
+from pols_jax.normalizers import Normalizer, fit_normalizer
+from pols_jax.training.features import split_features
+from pols_jax.training.run_normalizer import normalizer_path, rows_in_words, write_normalizer
+from pols_jax.training.runs import Run
+
+__all__ = [
+    "LADDER",
+    "Rung",
+    "Validation",
+    "check_rows",
+    "choose_rung",
+    "fit_progress",
+    "fit_rungs",
+    "ladder_of",
+    "mean_measures",
+    "normalize",
+    "rows_in_words",
+    "training_features",
+]
+
+LADDER = (0, 256, 1024)
+"""The numbers of rows that ``choose`` tries; 0 is affine."""
+
+# A rung with fewer rows is chosen if its error is within this factor of the best.
+_NEARLY = 1.02
+# How often the training pictures are looked at with new distortions, if the run was trained with them.
+_PASSES = 12
+_BATCH_SIZE = 1024
+# Pictures that are streamed, which takes long.
+_MAX_STREAMED = 200_000
+
+
+class Rung(NamedTuple):
+    """A normalizer that was tried.
+
+    Attributes:
+      normalizer: The normalizer; None for the logits as they are.
+      auprc: The AUPRC of one logit with it, on validation examples; None without their labels.
+      precision: Its precision at recall 0.9, likewise.
+    """
+
+    normalizer: Normalizer | None
+    auprc: float | None = None
+    precision: float | None = None
+
+    @property
+    def error(self) -> float:
+        """What the choice makes small: 1-AUPRC; without labels the share of the variance of log Z that is left."""
+        if self.auprc is not None:
+            return 1 - self.auprc
+        return 1.0 if self.normalizer is None else 1 - self.normalizer.fit.r_squared
+
+
+class Validation:
+    """Validation examples, on which scores of an output layer are compared.
+
+    Args:
+      features: Features, shape ``[n, d]``.
+      labels: True classes, shape ``[n]``.
+      kernel: One row per class, shape ``[k, d]``.
+      bias: One number per class, shape ``[k]``.
+    """
+
+    def __init__(
+        self,
+        features: Float[np.ndarray, "examples features"],
+        labels: Int[np.ndarray, " examples"],
+        kernel: Float[np.ndarray, "classes features"],
+        bias: Float[np.ndarray, " classes"],
+    ):
+        self.features = features
+        self._scored = ScoredSplit(features, labels, kernel, bias)
+        self._stats = self._scored.example_stats()
+
+    def counts(self, normalizer: Normalizer | None, *, rank: bool = False) -> SplitCounts:
+        """What every measure of one logit minus a normalizer follows from; with ``rank``, every threshold as well."""
+        scored, stats = self._scored.minus(self._stats, estimates(normalizer, self.features))
+        return scored.count(stats, rank=rank)
+
+    def rung(self, normalizer: Normalizer | None) -> Rung:
+        """Measures a normalizer."""
+        return Rung(normalizer, *mean_measures(self.counts(normalizer).one_logit))
+
+
+def mean_measures(counts: Counts) -> tuple[float, float]:
+    """AUPRC and precision at recall 0.9, averaged over the classes that have examples."""
+    values = counts.average_precision(), counts.precision_at_recall(0.9)
+    auprc, precision = (float(np.nanmean(np.asarray(array), dtype=np.float64)) for array in values)
+    return auprc, precision
+
+
+def choose_rung(rungs: Iterable[Rung]) -> Rung:
+    """Chooses the first rung, the one with the fewest rows, whose error is nearly that of the best.
+
+    Examples:
+      >>> choose_rung([Rung(None, 0.5), Rung(None, 0.899), Rung(None, 0.9)]).auprc
+      0.899
+    """
+    rungs = list(rungs)
+    best = max(0.0, min(rung.error for rung in rungs))  # an AUPRC may round to more than one
+    return next(rung for rung in rungs if rung.error <= _NEARLY * best)
+
+
+def fit_rungs(
+    features: Float[np.ndarray, "examples features"],
+    kernel: Float[np.ndarray, "classes features"],
+    bias: Float[np.ndarray, " classes"],
+    *,
+    ladder: Iterable[int],
+    validation: Validation | None,
+    seed: int = 0,
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Iterator[Rung]:
+    """Fits normalizers, and measures each.
+
+    Args:
+      features: Features of examples, shape ``[n, d]``.
+      kernel: One row per class, shape ``[k, d]``.
+      bias: One number per class, shape ``[k]``.
+      ladder: The numbers of rows; 0 is affine.
+      validation: What they are measured on; without it, each is measured by its fit to held-out features.
+      seed: Decides start and order of the fits.
+      on_progress: As for `fit_normalizer`.
+
+    Yields:
+      One rung for each number of rows.
+
+    Raises:
+      ValueError: as `fit_normalizer` does.
+    """
+    for num_rows in ladder:
+        fitted = fit_normalizer(
+            features,
+            kernel,
+            bias,
+            num_rows=num_rows,
+            held_out=None if validation is None else validation.features,
+            seed=seed,
+            on_progress=on_progress,
+        )
+        yield Rung(fitted) if validation is None else validation.rung(fitted)
+
+
+def check_rows(rows: str, *, or_none: bool = False) -> str:
+    """Returns a number of rows as it is, or raises a `ConfigError` if it is none; the word none may be allowed.
+
+    Examples:
+      >>> check_rows("256"), check_rows("affine"), check_rows("choose")
+      ('256', 'affine', 'choose')
+      >>> check_rows("many")
+      Traceback (most recent call last):
+      pols_jax.errors.ConfigError: Rows of a normalizer are a number such as 256, affine or choose, got many.
+    """
+    words = ("none", "affine", "choose") if or_none else ("affine", "choose")
+    if rows not in words and not (rows.isdecimal() and len(rows) < 8):
+        allowed = f"{', '.join(words[:-1])} or {words[-1]}"
+        raise ConfigError(f"Rows of a normalizer are a number such as 256, {allowed}, got {rows}.")
+    return rows
+
+
+def ladder_of(rows: str, *, at_most: int) -> list[int]:
+    """The numbers of rows that are fitted: the one that is asked for, or those of `LADDER` that are not too many.
+
+    Examples:
+      >>> ladder_of("affine", at_most=100), ladder_of("choose", at_most=300), ladder_of("500", at_most=300)
+      ([0], [0, 256], [500])
+    """
+    if rows == "choose":
+        return [num_rows for num_rows in LADDER if num_rows <= at_most]
+    return [0 if rows == "affine" else int(rows)]
+
+
+def normalize(
+    run_dir: str | Path,
+    *,
+    rows: str = "256",
+    dataset: Dataset | None = None,
+    data_dir: str | Path | None = None,
+    seed: int = 0,
+    use: Literal["best", "last"] = "best",
+    quiet: bool = False,
+) -> list[Rung]:
+    """Fits a normalizer to a trained run, and writes it into the run directory.
+
+    The features are those of the training pictures, distorted as in training. Those of the validation pictures decide
+    when to stop. Labels are looked at only to compare the result with the raw logits, and by ``choose``.
+
+    Args:
+      run_dir: The run directory.
+      rows: The number of rows, ``affine``, or ``choose``: the fewest of `LADDER` that are nearly as good as the best
+        on the validation split.
+      dataset: The data of the run; loaded if None.
+      data_dir: Where prepared tfds data sets are, if ``dataset`` is None.
+      seed: Decides distortions, start and order of the fit.
+      use: The checkpoint with the best accuracy on the validation split, or the last one.
+      quiet: No progress bar.
+
+    Returns:
+      What was tried, the raw logits first and what was kept last.
+
+    Raises:
+      ConfigError: if ``rows`` is none of the above, or the directory cannot be written to.
+      RunError: if there is no finished run, its data has changed, or it changes meanwhile.
+
+    Examples:
+      >>> import tempfile
+      >>> from pols_jax.training.config import RunConfig
+      >>> from pols_jax.data import load
+      >>> from pols_jax.training.fitting import RunOptions, fit
+      >>> config = RunConfig(width=0.1, characters="0030-0039", batch_size=32, steps=2)
+      >>> dataset = load("glyphs", **config.options())
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     outcome = fit(config, dataset, folder, options=RunOptions(quiet=True))
+      ...     raw, affine = normalize(folder, rows="affine", dataset=dataset, quiet=True)
+      >>> affine.normalizer.num_rows
+      1
+    """
+    check_rows(rows)
+    run = Run.open(run_dir, use=use)
+    check_writable(normalizer_path(run.directory))
+    if dataset is None:
+        dataset = run.load_dataset(data_dir=data_dir)
+    else:
+        run.check_dataset(dataset)
+    variables, (kernel, bias) = run.restore_backbone(), run.restore_head()
+    kernel = kernel.astype(run.model.dtype or kernel.dtype)  # as the network multiplies it
+    validation = Validation(*split_features(run.model, variables, dataset.validation), kernel, bias)
+    with fit_progress(quiet=quiet) as report:
+        features = np.concatenate([*training_features(run, variables, dataset, seed=seed, report=report)])
+        options: dict[str, Any] = {"validation": validation, "seed": seed, "on_progress": report}
+        ladder = ladder_of(rows, at_most=len(features))
+        try:
+            rungs = [*fit_rungs(features, kernel, bias, ladder=ladder, **options)]
+        except ValueError as error:
+            raise ConfigError(f"{run.directory}: {error}") from error
+    chosen = choose_rung(rungs)
+    if Run.open(run_dir, use=use).checkpoint != run.checkpoint:
+        raise RunError(f"The run in {run.directory} changed meanwhile; fit the normalizer again.")
+    assert chosen.normalizer is not None
+    write_normalizer(run.directory, chosen.normalizer, checkpoint=run.checkpoint)
+    return [validation.rung(None), *(each for each in rungs if each is not chosen), chosen]
+
+
+def training_features(
+    run: Run,
+    variables: Any,
+    dataset: Dataset,
+    *,
+    seed: int = 0,
+    report: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Iterator[Float[np.ndarray, "batch features"]]:
+    """The features of the training pictures, as they are and as training distorted them."""
+    what = "features of the training pictures"
+    split = dataset.train
+    augment = find_augmentation(run.config.augment, dataset)
+    if isinstance(split, StreamSplit):
+        total = min(_MAX_STREAMED, (1 if augment is None else _PASSES) * len(split))
+        batches = stream_batches(split, seed=seed, batch_size=min(_BATCH_SIZE, len(split)))
+
+        @jax.jit
+        def streamed(variables, batch, step):
+            batch = augment_batch(batch, step, seed=seed, augment=augment)
+            return run.model.backbone.apply(variables, batch.images)
+
+        done = 0
+        for step in itertools.count():
+            if done >= total:
+                break
+            batch = next(batches)
+            yield np.asarray(streamed(variables, batch, step), np.float32)[np.asarray(batch.where)]
+            done += int(np.count_nonzero(batch.where))
+            report(what, done, total)
+        return
+    plain, _ = split_features(run.model, variables, split, batch_size=_BATCH_SIZE)
+    yield plain.astype(np.float32)
+    if augment is None:
+        return
+    batch_size = min(_BATCH_SIZE, len(split))
+    num_batches = _PASSES * -(-len(split) // batch_size)
+
+    @jax.jit
+    def distorted(images, labels, step):
+        batch = sample_batch(images, labels, step, seed=seed, batch_size=batch_size, augment=augment)
+        return run.model.backbone.apply(variables, batch.images)
+
+    images, labels = jax.device_put(split.images), np.zeros(len(split), np.int32)
+    for step in range(num_batches):
+        yield np.asarray(distorted(images, labels, step), np.float32)
+        report(what, step + 1, num_batches)
+
+
+@contextmanager
+def fit_progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for each thing that is reported about."""
+    tasks: dict[str, Any] = {}
+    with progress_bars(quiet=quiet) as bars:
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what)
+            bars.update(tasks[what], completed=done, total=total or None)
+
+        yield report

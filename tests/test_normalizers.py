@@ -1,0 +1,230 @@
+"""Normalizers: estimates of log Z that see no labels, cost a few rows, and are exact with all of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from oracles import logsumexp
+
+from pols_jax.heads import all_logits, class_logits
+from pols_jax.metrics import average_precision
+from pols_jax.normalizers import Fit, Normalizer, fit_normalizer, fold, log_normalizer
+
+NUM_CLASSES, NUM_FEATURES = 60, 8
+log_sum_exp = functools.partial(np.apply_along_axis, logsumexp, -1)
+
+
+@pytest.fixture(scope="module")
+def layer():
+    """Features around 60 centers, and an output layer that points at them."""
+    rng = np.random.default_rng(0)
+    kernel = rng.normal(size=(NUM_CLASSES, NUM_FEATURES)).astype(np.float32)
+    bias = rng.normal(size=NUM_CLASSES).astype(np.float32)
+    labels = rng.integers(NUM_CLASSES, size=900)
+    features = 2 * kernel[labels] + rng.normal(size=(900, NUM_FEATURES)).astype(np.float32)
+    return features, kernel, bias, labels
+
+
+fit = functools.partial(fit_normalizer, num_steps=300, batch_size=128)
+
+
+def test_log_normalizer_is_that_of_float64_for_any_block_size(layer):
+    features, kernel, bias, _ = layer
+    logits = features.astype(np.float64) @ kernel.T.astype(np.float64) + bias
+    for block_size in (None, 7, NUM_CLASSES):
+        computed = log_normalizer(features, kernel, bias, block_size=block_size)
+        np.testing.assert_allclose(computed, log_sum_exp(logits), rtol=1e-6, atol=1e-5)
+
+
+def log_z_and_weights(features, kernel, bias):
+    """In double precision: log Z, and what an example counts for, by the probability of all classes but the likeliest."""
+    logits = features.astype(np.float64) @ kernel.T.astype(np.float64) + bias
+    log_z = log_sum_exp(logits)
+    return log_z, 1.03 - np.exp(logits.max(axis=1) - log_z)
+
+
+def test_more_rows_fit_better_and_every_fit_says_how_well(layer):
+    features, kernel, bias, _ = layer
+    fits = [fit(features, kernel, bias, num_rows=rows) for rows in (0, 8, 30)]
+    assert [normalizer.num_rows for normalizer in fits] == [1, 8, 30]
+    r_squared = [normalizer.fit.r_squared for normalizer in fits]
+    assert r_squared == sorted(r_squared)
+    assert 0 < r_squared[0] < r_squared[-1] < 1
+    held_out = features[:100] + 0.1
+    normalizer = fit(features, kernel, bias, num_rows=8, held_out=held_out)
+    wanted, weights = log_z_and_weights(held_out, kernel, bias)
+    squares = np.square(np.asarray(normalizer(held_out), np.float64) - wanted)
+    variance = np.average(np.square(wanted - np.average(wanted, weights=weights)), weights=weights)
+    error = np.average(squares, weights=weights)
+    np.testing.assert_allclose(normalizer.fit.error, np.sqrt(error), rtol=1e-4)
+    np.testing.assert_allclose(normalizer.fit.r_squared, 1 - error / variance, rtol=1e-4)
+    assert normalizer.fit.num_features == len(features)
+
+
+def test_the_affine_one_is_the_least_squares_solution(layer):
+    features, kernel, bias, _ = layer
+    normalizer = fit(features, kernel, bias, num_rows=0, held_out=features[:9])
+    wanted, weights = log_z_and_weights(features, kernel, bias)
+    columns = np.c_[features, np.ones(len(features))].astype(np.float64) * np.sqrt(weights)[:, None]
+    solution, *_ = np.linalg.lstsq(columns, wanted * np.sqrt(weights))
+    np.testing.assert_allclose(normalizer.kernel[0], solution[:-1], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(normalizer.bias[0], solution[-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_rows", [NUM_CLASSES, 10 * NUM_CLASSES])
+def test_with_as_many_rows_as_classes_it_is_the_head_and_scores_as_all_logits_do(layer, num_rows):
+    features, kernel, bias, labels = layer
+    normalizer = fit(features, kernel, bias, num_rows=num_rows)
+    np.testing.assert_array_equal(normalizer.kernel, kernel)
+    np.testing.assert_array_equal(normalizer.bias, bias)
+    logits = all_logits(features, kernel, bias)
+    normalized = average_precision(logits - normalizer(features)[:, None], jnp.asarray(labels))
+    all_of_them = average_precision(jax.nn.log_softmax(logits), jnp.asarray(labels))
+    np.testing.assert_allclose(normalized, all_of_them, atol=1e-6)
+    assert normalizer.fit.r_squared > 1 - 1e-9
+
+
+def test_folding_the_affine_one_changes_no_probability_and_no_prediction(layer):
+    features, kernel, bias, _ = layer
+    normalizer = fit(features, kernel, bias, num_rows=0)
+    folded = all_logits(features, *fold(normalizer, kernel, bias))
+    logits = all_logits(features, kernel, bias)
+    np.testing.assert_allclose(jax.nn.softmax(folded), jax.nn.softmax(logits), atol=1e-5)
+    np.testing.assert_array_equal(folded.argmax(-1), logits.argmax(-1))
+    np.testing.assert_allclose(folded, logits - normalizer(features)[:, None], atol=1e-4)
+    without_bias, _ = fold(normalizer, kernel)
+    np.testing.assert_array_equal(without_bias, fold(normalizer, kernel, bias)[0])
+
+
+def test_only_one_row_can_be_folded(layer):
+    features, kernel, bias, _ = layer
+    with pytest.raises(ValueError, match=r"Only an affine normalizer can be folded .* 8 rows"):
+        fold(fit(features, kernel, bias, num_rows=8), kernel, bias)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_one_others(layer):
+    features, kernel, bias, _ = layer
+    first, second, other = (fit(features, kernel, bias, num_rows=8, seed=seed) for seed in (3, 3, 4))
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not np.array_equal(first.kernel, other.kernel)
+
+
+def test_batches_give_what_the_array_gives(layer):
+    features, kernel, bias, _ = layer
+    whole = fit(features, kernel, bias, num_rows=8)
+    batches = fit((features[i : i + 70] for i in range(0, len(features), 70)), kernel, bias, num_rows=8)
+    np.testing.assert_allclose(whole.kernel, batches.kernel, rtol=1e-4, atol=1e-4)
+
+
+def test_a_call_is_pure_and_traces_under_jit_vmap_and_grad(layer):
+    features, kernel, bias, _ = layer
+    normalizer = fit(features, kernel, bias, num_rows=8)
+    called = normalizer(features)
+    np.testing.assert_allclose(jax.jit(lambda n, f: n(f))(normalizer, features), called, rtol=1e-5)
+    np.testing.assert_allclose(jax.vmap(normalizer)(jnp.asarray(features)), called, rtol=1e-5)
+    assert normalizer(jnp.zeros((2, 3, NUM_FEATURES))).shape == (2, 3)
+    assert np.isfinite(jax.grad(lambda f: normalizer(f).sum())(jnp.asarray(features))).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_heads_and_features_give_float32(layer, dtype):
+    features, kernel, bias, _ = layer
+    kernel, bias = jnp.asarray(kernel, dtype), jnp.asarray(bias, dtype)
+    normalizer = fit(features, kernel, bias, num_rows=16)
+    assert normalizer(jnp.asarray(features, dtype)).dtype == jnp.float32
+    logits = all_logits(features.astype(np.float32), kernel.astype(jnp.float32), bias.astype(jnp.float32))
+    exact = jax.nn.logsumexp(logits, axis=-1)
+    np.testing.assert_allclose(log_normalizer(features, kernel, bias), exact, rtol=1e-5, atol=1e-4)
+    whole = fit(features, kernel, bias, num_rows=NUM_CLASSES)
+    assert whole.kernel.dtype == dtype
+    folded, _ = fold(fit(features, kernel, bias, num_rows=0), kernel, bias)
+    assert folded.dtype == jnp.float32
+
+
+def test_a_mesh_gives_what_one_device_gives(layer):
+    features, kernel, bias, _ = layer
+    mesh = jax.make_mesh((4,), ("class",), devices=jax.devices()[:4])
+    spread = [
+        jax.device_put(array, NamedSharding(mesh, PartitionSpec("class", *[None] * (array.ndim - 1))))
+        for array in (kernel, bias)
+    ]
+    alone = fit(features, kernel, bias, num_rows=8, num_steps=20)
+    on_mesh = fit(features, *spread, num_rows=8, num_steps=20)
+    np.testing.assert_allclose(on_mesh(features), alone(features), rtol=1e-4, atol=1e-4)
+
+
+def test_the_score_of_one_class_reads_its_row_and_the_normalizer_alone(layer):
+    features, kernel, bias, _ = layer
+    normalizer = fit(features, kernel, bias, num_rows=8)
+
+    @jax.jit
+    def score(features, kernel, bias, class_id):
+        return class_logits(features, kernel, bias, class_id) - normalizer(features)
+
+    shapes = (
+        jax.ShapeDtypeStruct((4, NUM_FEATURES), jnp.float32),
+        jax.ShapeDtypeStruct((2**20, NUM_FEATURES), jnp.float32),
+        jax.ShapeDtypeStruct((2**20,), jnp.float32),
+        0,
+    )
+    cost = score.lower(*shapes).compile().cost_analysis()
+    assert cost["flops"] < 10_000, "of a million rows, one is read"
+
+
+def test_progress_is_reported_until_all_is_done(layer):
+    features, kernel, bias, _ = layer
+    reports = []
+    fit(features, kernel, bias, num_rows=8, on_progress=lambda *report: reports.append(report))
+    assert reports[0] == ("all logits of the examples", 900, 900)
+    assert [what for what, _, _ in reports].count("all logits of the examples") == 1
+    assert reports[-1] == ("8 rows", 300, 300)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"kernel": np.ones((NUM_FEATURES, NUM_CLASSES), np.float32)}, ValueError, "bias must have shape"),
+        (
+            {"kernel": np.ones((NUM_FEATURES, NUM_CLASSES), np.float32), "bias": None},
+            ValueError,
+            "features must have shape",
+        ),
+        ({"kernel": np.ones((NUM_CLASSES, 5), np.float32)}, ValueError, r"features must have shape \[n, 5\]"),
+        (
+            {"kernel": np.full((NUM_CLASSES, NUM_FEATURES), np.nan, np.float32)},
+            ValueError,
+            "kernel and bias must be",
+        ),
+        (
+            {"features": np.full((900, NUM_FEATURES), np.nan, np.float32)},
+            ValueError,
+            "features must be finite",
+        ),
+        ({"features": np.ones((900, NUM_FEATURES), np.int32)}, TypeError, "features must be floating-point"),
+        (
+            {"features": np.ones((5, NUM_FEATURES), np.float32)},
+            ValueError,
+            "at least as many features, got 5",
+        ),
+        ({"features": iter(())}, ValueError, "at least as many features, got 0"),
+        ({"features": np.ones(NUM_FEATURES, np.float32)}, ValueError, "features must have shape"),
+        ({"num_rows": -1}, ValueError, "num_rows must be at least 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments_are_named(layer, change, error, message):
+    features, kernel, bias, _ = layer
+    arguments = {"features": features, "kernel": kernel, "bias": bias, "num_rows": 8} | change
+    with pytest.raises(error, match=message):
+        fit(**arguments)
+
+
+def test_a_normalizer_is_a_pytree_of_its_rows():
+    normalizer = Normalizer(jnp.ones((2, 3)), jnp.zeros(2), Fit(1.0, 0.0, 7))
+    doubled = jax.tree.map(lambda leaf: 2 * leaf, normalizer)
+    assert isinstance(doubled, Normalizer)
+    assert doubled.fit.num_features == 14
