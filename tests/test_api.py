@@ -6,71 +6,51 @@ A public name is a module-level function, class or constant without an underscor
 import ast
 import dataclasses
 import doctest
-import graphlib
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import pols_jax
+from pols_jax.losses import LOSSES
 
 PACKAGE = Path(pols_jax.__file__).parent
 
-# A module imports only from modules before it; modules that are not named here may stand anywhere without a cycle.
+# Data flows down this list: a package imports only from those before it.
 ORDER = (
     *(
-        "precision",
-        "checks",
-        "class_stats",
-        "device_axes",
-        "global_batch",
+        "errors",
+        "files",
+        "schema",
+        "settings",
+        "array_files",
+        "memory",
+        "signals",
+        "tables",
         "losses",
-        "linear_stats",
-        "linear_losses",
-        "sampled_losses",
         "heads",
-        "sharded_head",
         "principle",
+        "normalizers",
         "metrics",
     ),
-    *("data", "models"),
-    *(
-        "config",
-        "optimizers",
-        "checkpoints",
-        "progress",
-        "linear_output",
-        "learning",
-        "trainer",
-        "mesh_training",
-    ),
-    *(
-        "training",
-        "experiments",
-        "runs",
-        "class_blocks",
-        "thresholds",
-        "evaluation",
-        "class_bank",
-        "searching",
-    ),
-    *("slc_tables", "figures", "benchmarking", "experiment_records"),
-    *("results_tables", "results_figures", "reporting", "cli"),
+    *("data", "models", "training", "evaluation", "search", "benchmarking", "cli"),
 )
-# What people import into their own programs: these stand on nothing but modules that `ORDER` names before them.
-LIBRARY = ORDER[: ORDER.index("config")]
+# What people import into their own programs.
+LIBRARY = ORDER[ORDER.index("losses") : ORDER.index("training")]
 # Modules whose functions take arrays: those come first, positionally; everything else is keyword-only.
-ARRAY_MODULES = ("losses", "linear_losses", "heads", "principle", "metrics")
+ARRAY_MODULES = ("losses", "heads", "principle", "normalizers", "metrics")
 ARRAYS = {
     *("logits", "scores", "labels", "features", "kernel", "bias", "class_ids", "aligned", "not_aligned"),
+    *("normalizer",),  # fold(normalizer, kernel, bias)
     *("recall",),  # by contract: precision_at_recall(scores, labels, recall) reads as it is said
     *(
         "name",
         "num_classes",
     ),  # the one thing that a factory makes something of: make_loss(name), prior_bias(k)
-    *("z", "s", "batch"),  # the statistics that a formula is written in, in the place of its arrays
 }
 
 
@@ -144,11 +124,13 @@ def test_every_public_function_and_class_of_the_library_has_an_example_that_doct
     assert not missing
 
 
-@pytest.mark.parametrize("short_name", [n for n in ARRAY_MODULES if f"pols_jax.{n}" in existing_modules()])
+@pytest.mark.parametrize("short_name", ARRAY_MODULES)
 def test_arrays_are_positional_and_everything_else_is_keyword_only(short_name):
     wrong = []
-    for name, value in public_names(f"pols_jax.{short_name}"):
-        if inspect.isclass(value):
+    module = importlib.import_module(f"pols_jax.{short_name}")
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value) or not callable(value):
             continue
         for parameter in inspect.signature(value).parameters.values():
             positional = parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -181,28 +163,71 @@ def import_graph() -> dict[str, set[str]]:
     return graph
 
 
-def test_imports_form_no_cycle():
-    graphlib.TopologicalSorter(import_graph()).prepare()
-
-
-def test_a_module_depends_only_on_modules_that_stand_before_it():
+def test_a_package_imports_only_from_those_above_it():
     graph = import_graph()
-    for module in ORDER:
-        waiting, reached = list(graph.get(module, ())), set()
-        while waiting:
-            other = waiting.pop()
-            if other not in reached:
-                reached.add(other)
-                waiting += graph[other]
-        allowed = ORDER[: ORDER.index(module)]
-        assert not [other for other in reached if other in ORDER and other not in allowed], module
-        if module in LIBRARY:
-            assert reached <= set(allowed), (
-                f"{module} is part of the library and depends on {reached - set(allowed)}"
-            )
+    assert set(graph) - {"__init__"} == set(ORDER)
+    for place, package in enumerate(ORDER):
+        assert graph[package] <= set(ORDER[:place]), package
 
 
 def test_data_and_models_do_not_know_each_other():
     graph = import_graph()
     assert "models" not in graph["data"]
     assert "data" not in graph["models"]
+
+
+def loaded_by(statement: str) -> set[str]:
+    program = f"import sys; {statement}; print(*sys.modules)"
+    output = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    ).stdout
+    return {name.split(".")[0] for name in output.split()}
+
+
+def test_importing_the_package_and_its_losses_loads_nothing_heavy():
+    heavy = {"flax", "optax", "orbax", "tensorflow_datasets", "matplotlib", "grain", "tyro", "rich", "PIL"}
+    assert not loaded_by("import pols_jax, pols_jax.losses; pols_jax.cross_entropy") & heavy
+    assert "jax" not in loaded_by("import pols_jax; dir(pols_jax)")
+
+
+def test_asking_a_class_of_a_run_loads_neither_data_sets_nor_what_trains_and_draws():
+    heavy = {
+        "optax",
+        "orbax",
+        "tensorflow_datasets",
+        "grain",
+        "matplotlib",
+        "fontTools",
+        "tyro",
+        "PIL",
+        "sklearn",
+    }
+    loaded = loaded_by("import pols_jax; pols_jax.ClassBank")
+    assert "flax" in loaded
+    assert not loaded & heavy
+
+
+def test_every_name_of_the_surface_is_there_and_is_the_one_of_its_own_module():
+    for name in dir(pols_jax):
+        assert getattr(pols_jax, name) is not None
+    assert {
+        *LOSSES,
+        "LOSSES",
+        "ALIGNED",
+        "make_loss",
+        "LinearLogits",
+        "ClassBank",
+        "ClassHead",
+        "load",
+    } <= set(dir(pols_jax))
+    assert pols_jax.batch_cross_entropy is pols_jax.losses.batch_cross_entropy
+    with pytest.raises(AttributeError):
+        _ = pols_jax.no_such_name
+
+
+@pytest.mark.parametrize("package", [name for name in ORDER if name not in ("benchmarking", "cli")])
+def test_a_package_says_what_it_offers_and_offers_what_it_says(package):
+    module = importlib.import_module(f"pols_jax.{package}")
+    missing = [name for name in module.__all__ if not hasattr(module, name)]
+    assert module.__all__, f"pols_jax.{package} says nothing of what it offers"
+    assert not missing

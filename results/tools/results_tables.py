@@ -1,0 +1,479 @@
+"""The tables of README and docs, made from the records in ``results/``.
+
+A record of an experiment is what ``pols train --record`` wrote, see `pols_jax.evaluation.experiment_records`; here it goes by the name
+of its file. Everything that was chosen was chosen on the validation split, and studies of hyperparameters show the
+validation split alone.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pols_jax.evaluation.slc_records import SlcRecord
+from pols_jax.evaluation.slc_tables import (
+    mean_improvement,
+    slc_tables,
+    sort_by_loss,
+)
+from pols_jax.losses import ALIGNED, LOSSES
+from pols_jax.tables import Table
+from pols_jax.training.config import RunConfig
+
+ExperimentRecord = Mapping[str, Any]
+
+# What a sweep may vary.
+_SETTINGS = ("learning_rate", "margin", "alpha", "num_noise", "noise")
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What one hyperparameter does.
+
+    Attributes:
+      title: What is varied, in words.
+      setting: The field of `pols_jax.training.RunConfig` that is varied.
+      records: The names of the records that vary it.
+    """
+
+    title: str
+    setting: str
+    records: tuple[str, ...]
+
+
+STUDIES: Mapping[str, Study] = {
+    "alpha": Study("alpha of self-normalization", "alpha", ("study_alpha",)),
+    "margin": Study("margin of the max-margin losses", "margin", ("study_margin",)),
+    "num_noise": Study("noise classes of NCE", "num_noise", ("study_num_noise",)),
+    "batch_size": Study(
+        "batch size, with the same number of examples seen",
+        "batch_size",
+        tuple(f"study_batch_size_{size}" for size in (32, 128, 512)),
+    ),
+    "bias_start": Study(
+        "where the biases of the output layer start",
+        "bias_init",
+        tuple(f"study_bias_start_{start}" for start in (0, 3, 6, 9)),
+    ),
+}
+"""The studies of hyperparameters, by name."""
+
+BY_CLASSES = ("glyphs_10", "glyphs_100", "glyphs_1000", "glyphs")
+"""Records of drawn characters that differ in the number of classes alone."""
+
+CJK = ("cjk", "cjk_adam")
+"""Records of the 42,174 Chinese, Japanese and Korean characters that differ in the optimizer."""
+
+CJK_8000 = ("cjk_8000", "cjk_8000_adam")
+"""The same with 8,000 of the characters, where optimizers and learning rates are chosen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One run of a study: the value of the setting, the loss, and what the run measured on the validation split."""
+
+    value: float
+    loss: str
+    validation: Mapping[str, float]
+
+
+def study_points(study: Study, records: Mapping[str, ExperimentRecord]) -> list[Point]:
+    """The runs of a study, by loss and value.
+
+    Examples:
+      >>> run = {"config": {"loss": "max_margin", "margin": 2.0}, "training": [{"validation": {"accuracy": 0.5}}]}
+      >>> study_points(STUDIES["margin"], {"study_margin": {"sweep": None, "runs": [run]}})
+      [Point(value=2.0, loss='max_margin', validation={'accuracy': 0.5})]
+    """
+    points = []
+    for name in study.records:
+        record = records[name]
+        if record["sweep"] is None:
+            points += [
+                Point(getattr(config, study.setting), config.loss, run["training"][-1]["validation"])
+                for run in record["runs"]
+                for config in [RunConfig.from_json(run["config"])]
+            ]
+        else:
+            points += [
+                Point(run[study.setting], loss, run["validation"])
+                for loss, tried in record["sweep"].items()
+                for run in tried["runs"]
+                if run["status"] == "finished"
+            ]
+    order = list(LOSSES)
+    return sorted(points, key=lambda point: (order.index(point.loss), point.value))
+
+
+def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return Table("", headings, rows).markdown()
+
+
+def study_table(study: Study, records: Mapping[str, ExperimentRecord]) -> str:
+    """What a study measured on the validation split."""
+    rows = [
+        [
+            point.loss,
+            f"{point.value:g}",
+            f"{1 - point.validation['auprc']:.3f}",
+            f"{point.validation['accuracy']:.3f}",
+            f"{point.validation['violation_rate']:.1e}",
+        ]
+        for point in study_points(study, records)
+    ]
+    setting = study.setting.replace("_", " ")
+    return _markdown(
+        ["loss", setting, "validation: one logit 1-AUPRC", "validation: accuracy", "violations"], rows
+    )
+
+
+def tried_table(records: Sequence[ExperimentRecord]) -> str:
+    """Everything that several experiments tried, with what it measured on the validation split.
+
+    Examples:
+      >>> runs = [
+      ...     {"learning_rate": 0.1, "status": "finished", "validation": {"auprc": 0.75, "accuracy": 0.5}},
+      ...     {"learning_rate": 1.0, "status": "diverged", "validation": {}},
+      ... ]
+      >>> record = {"experiment": {"optimizer": "adam"}, "sweep": {"cross_entropy": {"runs": runs}}}
+      >>> print(tried_table([record]))
+      | loss | learning rate | validation: one logit 1-AUPRC | validation: accuracy |
+      | --- | --- | --- | --- |
+      | cross_entropy | 0.1 | 0.250 | 0.500 |
+      | cross_entropy | 1 | diverged |  |
+    """
+    runs = [
+        (loss, {"optimizer": record["experiment"]["optimizer"], **run})
+        for loss in LOSSES
+        for record in records
+        for run in record["sweep"].get(loss, {"runs": []})["runs"]
+    ]
+    names = _varied([run for _, run in runs], ("optimizer", *_SETTINGS))
+    rows = []
+    for loss, run in runs:
+        settings = [run.get(name, "") for name in names]
+        measured = run["validation"]
+        rows.append(
+            [
+                loss,
+                *(f"{value:g}" if isinstance(value, float) else str(value) for value in settings),
+                *(
+                    (f"{1 - measured['auprc']:.3f}", f"{measured['accuracy']:.3f}")
+                    if run["status"] == "finished"
+                    else (run["status"], "")
+                ),
+            ]
+        )
+    headings = [name.replace("_", " ") for name in names]
+    return _markdown(["loss", *headings, "validation: one logit 1-AUPRC", "validation: accuracy"], rows)
+
+
+def _varied(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """The settings that have several values among the runs that have them at all."""
+    return [name for name in names if len({run[name] for run in runs if name in run}) > 1]
+
+
+def full_table(record: ExperimentRecord) -> str:
+    """Every measure of an experiment on the test split, beside the paper's, and what was chosen on validation."""
+    tests = _tests(record)
+    (table,) = slc_tables(tests)
+    # Of a group of columns, only the first says its name; the margin is left out.
+    headings = [h if h.endswith("1-AUPRC") else h.split(": ")[-1] for h in table.headings[:-1]]
+    shown = Table(table.title, headings, [row[:-1] for row in table.rows])
+    return "\n\n".join([shown.markdown(), *table.notes, _chosen(record)])
+
+
+def short_table(record: ExperimentRecord, losses: Sequence[str] = tuple(LOSSES)) -> str:
+    """What an experiment says at a glance, on the test split."""
+    rows = []
+    optimizers = {run["config"]["loss"]: run["config"]["optimizer"] for run in record["runs"]}
+    for test in sort_by_loss([test for test in _tests(record) if test.loss in losses]):
+        shared = next(
+            entry
+            for entry in test.thresholds
+            if (entry.rule, entry.chosen_for) == ("precision=0.9", "all classes")
+        )
+        cells = [
+            f"{1 - test.slc.auprc:.3f}",
+            f"{1 - test.all_logits.auprc:.3f}",
+            f"{test.accuracy:.3f}",
+            "" if shared.mean_recall is None else f"{shared.mean_recall:.3f}",
+        ]
+        name = test.loss
+        if len(set(optimizers.values())) > 1:
+            name += f" ({optimizers[test.loss]})"
+        rows.append([name, "yes" if test.loss in ALIGNED else "no", *cells])
+    return _markdown(
+        [
+            *("loss", "aligned", "**one logit**: 1-AUPRC", "all logits: 1-AUPRC", "accuracy"),
+            "recall with one threshold for all classes, precision 0.9",
+        ],
+        rows,
+    )
+
+
+def best_of(records: Sequence[ExperimentRecord]) -> ExperimentRecord:
+    """Of several experiments on the same data, the run of each loss whose one logit does best on the validation split.
+
+    Examples:
+      >>> def record(optimizer, auprc):
+      ...     config = {"loss": "max_margin", "optimizer": optimizer}
+      ...     return {"runs": [{"config": config, "training": [{"validation": {"auprc": auprc}}]}]}
+      >>> [run["config"]["optimizer"] for run in best_of([record("adam", 0.5), record("momentum", 0.7)])["runs"]]
+      ['momentum']
+    """
+    best: dict[str, Any] = {}
+    for run in (run for record in records for run in record["runs"]):
+        loss = run["config"]["loss"]
+        if loss not in best or _validation_auprc(run) > _validation_auprc(best[loss]):
+            best[loss] = run
+    return {"runs": list(best.values())}
+
+
+def _validation_auprc(run: Mapping[str, Any]) -> float:
+    return run["training"][-1]["validation"]["auprc"]
+
+
+def common_losses(records: Sequence[ExperimentRecord]) -> list[str]:
+    """The losses that learned in all of some experiments: at least half of the best accuracy on the validation split.
+
+    Examples:
+      >>> def record(**accuracies):
+      ...     return {
+      ...         "runs": [
+      ...             {"config": {"loss": loss}, "training": [{"validation": {"accuracy": accuracy}}]}
+      ...             for loss, accuracy in accuracies.items()
+      ...         ]
+      ...     }
+      >>> common_losses([record(cross_entropy=0.8, max_margin=0.1), record(cross_entropy=0.8, max_margin=0.7)])
+      ['cross_entropy']
+    """
+    learned = []
+    for record in records:
+        accuracies = {
+            run["config"]["loss"]: run["training"][-1]["validation"]["accuracy"] for run in record["runs"]
+        }
+        learned.append({loss for loss, value in accuracies.items() if value >= max(accuracies.values()) / 2})
+    return [loss for loss in LOSSES if all(loss in losses for losses in learned)]
+
+
+def errors_by_loss(record: ExperimentRecord, losses: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """One minus the AUPRC on the test split, with one logit and with all logits."""
+    tests = sort_by_loss([test for test in _tests(record) if test.loss in losses])
+    return {test.loss: (1 - test.slc.auprc, 1 - test.all_logits.auprc) for test in tests}
+
+
+def _tests(record: ExperimentRecord) -> list[SlcRecord]:
+    """What the runs of an experiment measured on the test split."""
+    return [SlcRecord.from_json(run["test"]) for run in record["runs"]]
+
+
+def one_logit_improvement(errors: Mapping[str, tuple[float, float]]) -> float | None:
+    """How much smaller the mean error of one logit is with the aligned losses; None where there is no error to reduce.
+
+    Args:
+      errors: What `errors_by_loss` returned.
+
+    Examples:
+      >>> round(one_logit_improvement({"cross_entropy": (0.4, 0.1), "batch_cross_entropy": (0.1, 0.1)}), 3)
+      0.75
+    """
+    others = [one for loss, (one, _) in errors.items() if loss not in ALIGNED]
+    improvement = mean_improvement({loss: [one] for loss, (one, _) in errors.items()})
+    return improvement[0] if improvement and sum(others) > 0 else None
+
+
+def classes_table(records: Mapping[str, ExperimentRecord]) -> str:
+    """The error of one logit against the number of classes, for the losses that every experiment has."""
+    chosen = [records[name] for name in BY_CLASSES]
+    losses = common_losses(chosen)
+    rows = []
+    for record in chosen:
+        errors = errors_by_loss(record, losses)
+        improvement = one_logit_improvement(errors)
+        rows.append(
+            [
+                f"{record['num_classes']:,}",
+                *(f"{one:.3f}" for one, _ in errors.values()),
+                f"{errors['cross_entropy'][1]:.3f}",
+                "" if improvement is None else f"{improvement:.0%}".replace("%", " %"),
+            ]
+        )
+    headings = ["k", *losses, "cross_entropy, all logits", "relative improvement"]
+    return _markdown(headings, rows)
+
+
+def commands_table(minutes: Mapping[str, float], commands: Mapping[str, str]) -> str:
+    """Which command made which record, and how many minutes of training or of timed calls that were.
+
+    Examples:
+      >>> print(commands_table({"glyphs": 1.6}, {"glyphs": "train.py --record results/glyphs.json"}))
+      | record | command | time |
+      | --- | --- | --- |
+      | `glyphs.json` | `python train.py --record results/glyphs.json` | 2 min |
+    """
+    rows = [
+        [f"`{name}.json`", f"`python {command.removeprefix('python ')}`", f"{max(1, minutes[name]):.0f} min"]
+        for name, command in commands.items()
+    ]
+    return _markdown(["record", "command", "time"], rows)
+
+
+def _chosen(record: ExperimentRecord) -> str:
+    """The settings that were chosen on the validation split, in a sentence; how the networks were trained."""
+    config = record["runs"][0]["config"]
+    network = config["model"]
+    if config["hidden_sizes"]:
+        network += " " + "-".join(map(str, config["hidden_sizes"]))
+    if config["width"] != 1:
+        network += f" at width {config['width']:g}"
+    cores = record["environment"]["host"]["cores"]
+    how = (
+        f"{network}, {config['steps']:,} steps of {config['batch_size']}, {config['optimizer']}, seed {config['seed']}, "
+        f"on {cores} core{'s' * (cores > 1)} of a CPU."
+    )
+    if record["sweep"] is None:
+        return how
+    chosen = []
+    for loss, tried in record["sweep"].items():
+        varied = _varied(tried["runs"], _SETTINGS)
+        best = next((run for run in tried["runs"] if run["run"] == tried["chosen"]), None)
+        if best is not None and varied:
+            settings = ", ".join(f"{name.replace('_', ' ')} {best[name]}" for name in varied)
+            chosen.append(f"{loss} {settings}")
+    return f"{how} Chosen on the validation split: {'; '.join(chosen)}."
+
+
+def normalizer_tables(entries: Sequence[Mapping[str, Any]]) -> dict[str, Callable[[], str]]:
+    """What normalizers add to trained runs, and what they cost to fit, by the names of the tables.
+
+    Args:
+      entries: The runs that ``results/tools/normalizer_study.py`` measured.
+
+    Returns:
+      Functions that make the tables.
+    """
+    return {
+        "normalizers": lambda: _normalizer_errors(entries),
+        "normalizers_cost": lambda: _normalizer_costs(entries),
+    }
+
+
+def export_table(entries: Sequence[Mapping[str, Any]]) -> str:
+    """What the dtype of exported rows changes.
+
+    Args:
+      entries: The runs that ``results/tools/export_study.py`` measured.
+
+    Returns:
+      A table in Markdown.
+    """
+    columns = [
+        "loss",
+        "normalizer",
+        "rows",
+        "bytes of the rows",
+        "1-AUPRC",
+        "change of AUPRC",
+        "recall",
+        "precision",
+    ]
+    rows = []
+    for entry in entries:
+        exact = entry["exports"][0]
+        for export in entry["exports"]:
+            rows.append(
+                [
+                    entry["loss"],
+                    {None: "none", 1: "affine"}.get(entry["normalizer"], f"{entry['normalizer']} rows"),
+                    export["rows_dtype"],
+                    f"{export['rows_bytes']:,}",
+                    f"{1 - export['auprc']:.5f}",
+                    "" if export is exact else f"{export['auprc'] - exact['auprc']:+.5f}",
+                    f"{export['shared_threshold_recall']:.4f}",
+                    f"{export['shared_threshold_precision']:.4f}",
+                ]
+            )
+    return _markdown(columns, rows)
+
+
+_NORMALIZER_SCORES = ("one logit", "affine", "256 rows", "1024 rows", "all logits")
+
+
+def _normalizer_errors(entries: Sequence[Mapping[str, Any]]) -> str:
+    def cell(scores: Mapping[str, Any], name: str) -> str:
+        if name not in scores:
+            return ""
+        score = scores[name]
+        return f"{1 - score['auprc']:.{3 if score['auprc'] < 0.99 else 4}f} ({score['shared_threshold_recall']:.2f})"
+
+    rows = []
+    for entry in entries:
+        scores = {score["score"]: score for score in entry["scores"]}
+        title = f"{entry['dataset']}, {entry['num_classes']:,} classes"
+        rows.append([title, entry["loss"], *(cell(scores, name) for name in _NORMALIZER_SCORES)])
+    return _markdown(["data", "loss", *(f"{name}: 1-AUPRC (recall)" for name in _NORMALIZER_SCORES)], rows)
+
+
+def _normalizer_costs(entries: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for entry in entries:
+        fits = {score["score"]: score for score in entry["scores"] if "fit_seconds" in score}
+        rows.append(
+            [
+                f"{entry['dataset']}, {entry['num_classes']:,} classes",
+                entry["loss"],
+                f"{entry['num_fitted']:,}",
+                *(
+                    f"{fits[name]['fit_seconds']:.0f} s, R² {fits[name]['r_squared']:.3f}"
+                    if name in fits
+                    else ""
+                    for name in _NORMALIZER_SCORES[1:-1]
+                ),
+            ]
+        )
+    return _markdown(["data", "loss", "features", *_NORMALIZER_SCORES[1:-1]], rows)
+
+
+_QUESTIONS = {
+    "search": "pictures of a class",
+    "names": "completion of a name",
+    "thumbnail": "a thumbnail",
+    "thresholds": "thresholds of a class",
+    "decide": "a decision about an upload",
+    "all": "**all**",
+}
+
+
+def serve_tables(record: Mapping[str, Any]) -> dict[str, Callable[[], str]]:
+    """What clients waited for ``pols serve``, by the names of the tables.
+
+    Args:
+      record: What ``results/tools/serve_load.py`` measured.
+
+    Returns:
+      Functions that make the tables.
+    """
+    return {"serve": lambda: _serve_times(record["load"]), "serve_completion": lambda: _completion(record)}
+
+
+def _serve_times(load: Mapping[str, Any]) -> str:
+    headings = ["question", "requests", "median ms", "p90 ms", "p99 ms", "longest ms"]
+    names = ("median_ms", "p90_ms", "p99_ms", "max_ms")
+    rows = [
+        [title, f"{times['num_requests']:,}", *(f"{times[name]:.0f}" for name in names)]
+        for kind, title in _QUESTIONS.items()
+        for times in [load["all"] if kind == "all" else load["kinds"][kind]]
+    ]
+    summary = (
+        f"{load['num_clients']} clients, {load['seconds']:.0f} s, {load['num_pictures']:,} pictures, {load['num_classes']:,} classes: "
+        f"{load['requests_per_second']:.0f} answers per second, {load['num_errors']} errors."
+    )
+    return f"{_markdown(headings, rows)}\n\n{summary}"
+
+
+def _completion(record: Mapping[str, Any]) -> str:
+    times, cores = record["completion"], record["environment"]["host"]["cores"]
+    return (
+        f"Completing a name among {times['num_names']:,}: median {times['median_ms']:.1f} ms, p99 {times['p99_ms']:.1f} ms "
+        f"({cores} cores, {record['environment']['host']['cpu']})."
+    )
