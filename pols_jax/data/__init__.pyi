@@ -7,6 +7,7 @@ from .images import ImageError, decode_image
 from .iterators import evaluation_batches, prefetch_to_device, stream_batches
 from .loading import load
 from .sampling import augment_batch, sample_batch, steps_per_epoch
+from .synthetic import load_synthetic
 from .tfds_sets import load_tfds
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "load_folder",
     "load_glyphs",
     "load_listing",
+    "load_synthetic",
     "load_tfds",
     "picture_sizes",
     "prefetch_to_device",

@@ -12,6 +12,7 @@ from pols_jax.data.dataset import Dataset
 from pols_jax.errors import DataError, printable
 
 _FOLDER_PREFIX = "folder:"
+_SYNTHETIC_PREFIX = "synthetic:"
 
 
 def load(name: str, **options: Any) -> Dataset:
@@ -19,8 +20,8 @@ def load(name: str, **options: Any) -> Dataset:
 
     Args:
       name: "glyphs"; the name of a tfds image classification set ("mnist", "svhn_cropped", "cifar10", "cifar100",
-        "imagenet2012", "omniglot", ...); or "folder:PATH".
-      **options: Options of that data set: see `load_glyphs`, `load_tfds` and `load_folder`.
+        "imagenet2012", "omniglot", ...); "folder:PATH"; or, for benchmarks, "synthetic:K" with K classes.
+      **options: Options of that data set: see `load_glyphs`, `load_tfds`, `load_folder` and `load_synthetic`.
 
     Returns:
       The data set.
@@ -50,6 +51,8 @@ def _loader(name: str, data_dir: Any) -> Callable[..., Dataset]:
         return data.load_glyphs
     if name.startswith(_FOLDER_PREFIX):
         return functools.partial(data.load_folder, name.removeprefix(_FOLDER_PREFIX))
+    if name.startswith(_SYNTHETIC_PREFIX):
+        return functools.partial(data.load_synthetic, name.removeprefix(_SYNTHETIC_PREFIX))
     from pols_jax.data import tfds_sets  # here, because glyphs and folders are had without it
 
     known_names = tfds_sets.known_names()

@@ -4,10 +4,11 @@ The exact loss sums over all classes. Here ``num_noise`` classes are drawn from 
 their rows and those of the true classes are read. The mean over draws is the exact loss. The gradient of the kernel
 is formed for those rows alone (`sampled_value_and_grad`) and can be added to a kernel in place (`add_rows`).
 
-Classes are drawn by the alias method: a table is built once from the probabilities, and a draw is then two lookups.
+Classes are drawn by the alias method: a table is built once from the probabilities, and a draw is then two lookups. Uniform
+noise needs no table.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +41,45 @@ class NoiseSampler(NamedTuple):
     keep: Float[Array, " classes"]
     other: Int[Array, " classes"]
 
+    @property
+    def num_classes(self) -> int:
+        """The number of classes k."""
+        return self.probs.shape[0]
+
     def draw(self, key: PRNGKeyArray, shape: tuple[int, ...]) -> Int[Array, "..."]:
         """Draws classes, independently and with repetition."""
         column_key, coin_key = jax.random.split(key)
         column = jax.random.randint(column_key, shape, 0, self.keep.shape[0], jnp.int32)
         coin = jax.random.uniform(coin_key, shape, self.keep.dtype)
         return jnp.where(coin < self.keep[column], column, self.other[column])
+
+
+class UniformSampler(NamedTuple):
+    """All classes alike, without a table; stands wherever a `NoiseSampler` stands.
+
+    Attributes:
+      num_classes: The number of classes k.
+
+    Examples:
+      >>> import jax
+      >>> UniformSampler(1000).draw(jax.random.key(0), (3,)).shape, UniformSampler(8).probs.tolist()
+      ((3,), [0.125])
+    """
+
+    num_classes: int
+
+    @property
+    def probs(self) -> Float[Array, " one"]:
+        """The one probability of all classes."""
+        return jnp.full((1,), 1.0 / self.num_classes, jnp.float32)
+
+    def draw(self, key: PRNGKeyArray, shape: tuple[int, ...]) -> Int[Array, "..."]:
+        """Draws classes, independently and with repetition."""
+        return jax.random.randint(key, shape, 0, self.num_classes, jnp.int32)
+
+
+Sampler: TypeAlias = NoiseSampler | UniformSampler
+"""What draws noise classes."""
 
 
 def make_noise_sampler(noise_probs: Float[ArrayLike, " classes"]) -> NoiseSampler:
@@ -92,7 +126,7 @@ def sampled_noise_contrastive_estimation(
     bias: Float[Array, " classes"],
     labels: Int[Array, " batch"],
     *,
-    sampler: NoiseSampler,
+    sampler: Sampler,
     num_noise: int,
     shared: bool = True,
 ) -> Float[Array, " batch"]:
@@ -152,7 +186,7 @@ def sampled_value_and_grad(
     bias: Float[Array, " classes"],
     labels: Int[Array, " batch"],
     *,
-    sampler: NoiseSampler,
+    sampler: Sampler,
     num_noise: int,
     shared: bool = True,
     where: Bool[Array, " batch"] | None = None,
@@ -221,6 +255,90 @@ def add_rows(
     )
 
 
+class TouchedClasses(NamedTuple):
+    """The classes whose rows a step touches, each once. Made by `touched_classes`.
+
+    Attributes:
+      classes: The m true and t drawn classes in increasing order, each once, shape ``[m + t]``; filled up with numbers
+        from k on, of which there is no class.
+      true: Where in ``classes`` the true class of each example stands, shape ``[m]``.
+      repetitions: How often each class was drawn, shape ``[m + t]``.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> touched = touched_classes(jnp.array([3, 1]), jnp.array([1, 5, 5]), num_classes=6)
+      >>> touched.classes.tolist(), touched.true.tolist(), touched.repetitions.tolist()
+      ([1, 3, 5, 9, 10], [1, 0], [1, 0, 2, 0, 0])
+    """
+
+    classes: Int[Array, " touched"]
+    true: Int[Array, " batch"]
+    repetitions: Int[Array, " touched"]
+
+
+def touched_classes(
+    labels: Int[Array, " batch"], drawn: Int[Array, " drawn"], *, num_classes: int
+) -> TouchedClasses:
+    """Lists true and drawn classes once each, in arrays whose shapes do not depend on how many differ.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> touched_classes(jnp.array([3]), jnp.array([0, 3]), num_classes=4).classes.tolist()
+      [0, 3, 6]
+    """
+    num_labels, num_entries = len(labels), len(labels) + len(drawn)
+    entries = jnp.concatenate([labels.astype(jnp.int32), drawn.astype(jnp.int32)])
+    order = jnp.argsort(entries)
+    ordered = entries[order]
+    is_new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
+    place_of_ordered = jnp.cumsum(is_new.astype(jnp.int32)) - 1
+    nowhere = num_classes + jnp.arange(num_entries, dtype=jnp.int32)
+    classes = nowhere.at[place_of_ordered].set(ordered)
+    places = jnp.zeros_like(order).at[order].set(place_of_ordered, unique_indices=True)
+    repetitions = jnp.zeros_like(entries).at[places[num_labels:]].add(1)
+    return TouchedClasses(classes, places[:num_labels], repetitions)
+
+
+def loss_of_touched(
+    features: Float[Array, "batch features"],
+    kernel: Float[Array, "touched features"],
+    bias: Float[Array, " touched"],
+    touched: TouchedClasses,
+    *,
+    sampler: Sampler,
+    num_noise: int,
+) -> Float[Array, " batch"]:
+    """Computes `sampled_noise_contrastive_estimation` from the rows of the touched classes alone.
+
+    A class that is true for several examples, or drawn several times, or both, has one row, and one sum of its gradients.
+
+    Args:
+      features: Features, shape ``[m, d]``.
+      kernel: Rows of the touched classes, shape ``[u, d]``.
+      bias: Their biases, shape ``[u]``.
+      touched: Which classes they are; ``true`` may be that of a part of the batch.
+      sampler: What drew the noise classes.
+      num_noise: How many were drawn.
+
+    Returns:
+      One loss per example, shape ``[m]``.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> touched = touched_classes(jnp.array([3, 1]), jnp.array([1, 5, 5, 0]), num_classes=8)
+      >>> loss_of_touched(
+      ...     jnp.ones((2, 3)), jnp.zeros((6, 3)), jnp.zeros(6), touched, sampler=UniformSampler(8), num_noise=4
+      ... )  # scores 0 - log(4 / 8): log(1 + 1/2) + 4 log(1 + 2)
+      Array([4.7999, 4.7999], dtype=float32)
+    """
+    dtype = accumulation_dtype(features, kernel, bias)
+    _, log_counts = Noise(jnp.asarray(num_noise), sampler.probs).of_classes(touched.classes).counts()
+    shifts = bias.astype(dtype) - log_counts.astype(dtype)
+    scores = _sum_of_products("md,ud->mu", features, kernel, dtype) + shifts[None, :]
+    true_scores = jnp.take_along_axis(scores, touched.true[:, None], axis=1)[:, 0]
+    return _equation(true_scores, scores, touched.repetitions)
+
+
 class _Rows(NamedTuple):
     """The rows that a step touches: first those of the m true classes, then those of the noise."""
 
@@ -228,12 +346,12 @@ class _Rows(NamedTuple):
     bias: Float[Array, " rows"]
 
 
-def _touched_classes(key, labels, sampler: NoiseSampler, num_noise: int, shared: bool):
+def _touched_classes(key, labels, sampler: Sampler, num_noise: int, shared: bool):
     shape = (num_noise,) if shared else (labels.shape[0] * num_noise,)
     return jnp.concatenate([labels.astype(jnp.int32), sampler.draw(key, shape)])
 
 
-def _loss_of_rows(features, rows: _Rows, classes, sampler: NoiseSampler, num_noise: int):
+def _loss_of_rows(features, rows: _Rows, classes, sampler: Sampler, num_noise: int):
     """``softplus(-s_y) + sum of softplus(s_c)`` over the drawn classes c, with ``s_j = z_j - log(t q_j)``."""
     num_examples, num_features = features.shape
     dtype = accumulation_dtype(features, *rows)
@@ -248,7 +366,15 @@ def _loss_of_rows(features, rows: _Rows, classes, sampler: NoiseSampler, num_noi
         own = noise.reshape(num_examples, num_noise, num_features)
         noise_scores = _sum_of_products("md,mtd->mt", features, own, dtype)
         noise_scores = noise_scores + noise_shifts.reshape(num_examples, num_noise)
-    return jax.nn.softplus(-true_scores) + jnp.sum(jax.nn.softplus(noise_scores), axis=1)
+    return _equation(true_scores, noise_scores)
+
+
+def _equation(true_scores, noise_scores, repetitions=None):
+    """The loss of each example; a noise class counts as often as it was drawn."""
+    noise_terms = jax.nn.softplus(noise_scores)
+    if repetitions is not None:
+        noise_terms = noise_terms * repetitions[None, :].astype(noise_terms.dtype)
+    return jax.nn.softplus(-true_scores) + jnp.sum(noise_terms, axis=1)
 
 
 def _sum_of_products(subscripts, left, right, dtype):
@@ -264,8 +390,8 @@ def _check(features, kernel, bias, labels, sampler, num_noise):
         raise ValueError(f"num_noise must be at least 1, got {num_noise}.")
     if bias is None:
         raise ValueError(f"bias must have shape [{kernel.shape[0]}] as kernel has rows, got None.")
-    if sampler.probs.shape != bias.shape:
+    if sampler.num_classes != kernel.shape[0]:
         raise ValueError(
-            f"sampler draws from {sampler.probs.shape[0]} classes, and kernel has {kernel.shape[0]}."
+            f"sampler draws from {sampler.num_classes} classes, and kernel has {kernel.shape[0]}."
         )
     return features, kernel, bias, labels

@@ -29,7 +29,7 @@ from pols_jax.settings import (
 LEARNING_RATE_SWEEP = (1.0, 0.1, 0.01, 0.001)
 """The learning rates that the paper chooses from."""
 
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "rmsprop")
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop")
 """The optimizers that `Setup.optimizer` may name."""
 
 NOISE = ("uniform", "log_uniform", "empirical")
@@ -50,6 +50,9 @@ _NEW_NAMES = {"bias_start": "bias_init"}
 # Settings that change where a run is computed, but not what: a run may go on with others.
 _PLACEMENT = ("head", "mesh")
 
+# The optimizers with a row-wise form: the keys of `row_optimizers.ROW_OPTIMIZERS`, which takes JAX to import.
+_ROW_OPTIMIZERS = ("sgd", "momentum", "adam", "adagrad")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -57,7 +60,7 @@ class DataConfig:
 
     Attributes:
       dataset: glyphs, folder:PATH, mnist, svhn_cropped, cifar10, cifar100, imagenet2012, omniglot, or another tfds set
-        of images with labels.
+        of images with labels; synthetic:K for benchmarks.
       image_size: Height and width in pixels; by default the data's own.
       channels: Folders: 3 for color, 1 for gray; by default what the pictures have.
       max_bytes: Folders and tfds: stream what takes more bytes than this.
@@ -111,7 +114,7 @@ class Setup(DataConfig):
       batch_size: Examples per step, over all devices and hosts.
       accumulate: Steps per update; a batch loss compares within one step only.
       seed: Determines first parameters, order of examples and augmentation.
-      optimizer: sgd, momentum, adam, adamw or rmsprop.
+      optimizer: sgd, momentum, adam, adamw, adagrad or rmsprop.
       momentum: The decay of the running gradient, for momentum and rmsprop.
       backbone_rate: A factor on the backbone's learning rate; 0.1 with --init-from, else 1.
       schedule: exponential is times --decay-rate every --decay-steps.
@@ -124,7 +127,7 @@ class Setup(DataConfig):
       bias_init: First biases of the output layer; 0, or for sigmoid losses -log(k - 1).
       evaluate_every: Steps between two looks at the validation split.
       stop_after: End after this many looks without a better accuracy.
-      head: blockwise holds no array of all logits; sharded spreads the classes.
+      head: blockwise holds no array of all logits; sharded spreads the classes; sampled draws --num-noise of them (NCE).
       mesh: Sharded head: parts of batch and classes, such as data=2,class=4.
 
     Examples:
@@ -160,7 +163,7 @@ class Setup(DataConfig):
     bias_init: Annotated[float, Range()] | None = None
     evaluate_every: Count = 200
     stop_after: Count | None = None
-    head: Literal["dense", "blockwise", "sharded"] = "dense"
+    head: Literal["dense", "blockwise", "sharded", "sampled"] = "dense"
     mesh: str | None = None
 
     def __post_init__(self):
@@ -189,7 +192,23 @@ class Setup(DataConfig):
         elif self.feature_passes:
             raise ConfigError("--feature-passes is an option of --train head.")
         self._check_updates("steps", self.steps)
+        self._check_sampled()
         self.mesh_shape(1)
+
+    def _check_sampled(self) -> None:
+        if self.head != "sampled":
+            return
+        if self.optimizer not in _ROW_OPTIMIZERS:
+            *names, last = _ROW_OPTIMIZERS
+            raise ConfigError(
+                f"--head sampled updates a few rows per step, for which --optimizer may be {', '.join(names)} or {last}, "
+                f"not {self.optimizer}."
+            )
+        for name, value in (("weight_decay", self.weight_decay), ("accumulate", self.accumulate - 1)):
+            if value:
+                raise ConfigError(
+                    f"{flag(name)} is about all rows in every step, and --head sampled touches a few; leave it out."
+                )
 
     def _check_updates(self, name: str, steps: int) -> None:
         if steps % self.accumulate:
@@ -264,6 +283,15 @@ class RunConfig(Setup):
     num_noise: Count | None = None
     noise: Annotated[str, OneOf("noise distribution", NOISE)] = "uniform"
 
+    def __post_init__(self):
+        """Checks the settings that can be checked without data or devices."""
+        super().__post_init__()
+        if self.head == "sampled" and self.loss != "noise_contrastive_estimation":
+            raise ConfigError(
+                f"--head sampled is for --loss noise_contrastive_estimation; {self.loss} needs every class in every step: "
+                "use --head blockwise."
+            )
+
     def loss_options(self) -> dict[str, Any]:
         """The settings that this loss has, by the names of the flags."""
         return {name: getattr(self, name) for name in LOSS_FLAGS.get(self.loss, ())}
@@ -277,11 +305,16 @@ class RunConfig(Setup):
         return prior_bias(num_classes) if self.loss in _SIGMOID_LOSSES else 0.0
 
     def differences(self, other: "RunConfig") -> list[str]:
-        """The settings in which two configs differ, one phrase each; where a run is computed is none of them."""
+        """The settings in which two configs differ, one phrase each; where a run is computed is none of them.
+
+        Drawn classes are no matter of where.
+        """
+        is_sampled = [config.head == "sampled" for config in (self, other)]
+        free = ("mesh",) if is_sampled[0] != is_sampled[1] else _PLACEMENT
         return [
             f"{flag(field.name)} {getattr(self, field.name)} instead of {getattr(other, field.name)}"
             for field in dataclasses.fields(self)
-            if field.name not in _PLACEMENT and getattr(self, field.name) != getattr(other, field.name)
+            if field.name not in free and getattr(self, field.name) != getattr(other, field.name)
         ]
 
 
@@ -307,7 +340,7 @@ class Experiment(Setup):
       learning_rate: One or several, or sweep: 1, 0.1, 0.01 and 0.001.
       margin: Max-margin losses: how far true logits shall exceed false ones.
       alpha: Self-normalization: the weight of the squared log-normalizer.
-      num_noise: NCE: the number of noise classes; by default 100, or k if that is less.
+      num_noise: NCE: the number of noise classes; by default 100, or k if that is less. --head sampled draws as many.
       noise: NCE: uniform, log_uniform or empirical.
       sweep_steps: Choose among values in runs of this many steps, then train in full.
       choose_by: What the choice goes by, on the validation split.

@@ -12,7 +12,8 @@ from pols_jax.errors import ConfigError
 from pols_jax.memory import check_fits
 from pols_jax.training.config import RunConfig
 from pols_jax.training.network import make_model
-from pols_jax.training.optimizers import make_optimizer
+from pols_jax.training.optimizers import make_optimizer, make_schedule
+from pols_jax.training.row_optimizers import RowState, make_row_optimizer
 
 __all__ = ["check_feasible", "check_shape", "num_parameters"]
 
@@ -23,6 +24,11 @@ def check_feasible(config: RunConfig, dataset: Dataset) -> None:
     Compiles and allocates nothing.
     """
     train = dataset.train
+    if config.head == "sampled" and (config.num_noise or 1) > dataset.num_classes:
+        raise ConfigError(
+            f"--num-noise {config.num_noise} draws more classes than the {dataset.num_classes:,} of {dataset.name}; draw "
+            "fewer, or take all of them with --head blockwise."
+        )
     if config.feature_passes and find_augmentation(config.augment, dataset) is None:
         raise ConfigError(f"--feature-passes: the training images of {dataset.name} are not augmented.")
     check_shape(
@@ -94,9 +100,15 @@ def _sizes(config: RunConfig, num_classes: int, image_shape: tuple[int, int, int
     outputs = variables.pop("intermediates")
     if config.head != "dense":
         outputs = outputs["backbone"]  # all logits never exist
-    state = jax.eval_shape(make_optimizer(config).init, variables["params"])
+    params = dict(variables["params"])
     layers = [_bytes(leaf) for leaf in jax.tree.leaves(outputs)]
-    return _bytes(variables) + _bytes(variables["params"]) + _bytes(state), max(layers, default=0)
+    state = 0
+    if config.head == "sampled":  # a few rows have a gradient
+        head = params.pop("head")
+        optimizer = make_row_optimizer(config.optimizer, make_schedule(config), num_updates=1)
+        state = _bytes(jax.eval_shape(functools.partial(RowState.init, optimizer), head))
+    state += _bytes(params) + _bytes(jax.eval_shape(make_optimizer(config).init, params))
+    return _bytes(variables) + state, max(layers, default=0)
 
 
 def _bytes(tree: Any) -> int:

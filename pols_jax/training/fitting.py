@@ -172,6 +172,7 @@ class _Run:
                 is_last = step == self.config.steps
                 is_stopped = False
                 if step % self.config.evaluate_every == 0 or is_last:
+                    state = self.trainer.caught_up(state)
                     validation = self.trainer.validate(state)
                     if not np.isfinite(validation["loss"]):
                         return self._diverged(step, log)
@@ -232,7 +233,7 @@ class _Run:
         """The state of the newest checkpoint that can be read, or a new one."""
         first = self.trainer.learner.init(self.trainer.dataset.image_shape)
         if self.start is not None:
-            first = self.start.applied(first, self.trainer.learner.optimizer)
+            first = self.start.applied(first, self.trainer.learner.init_optimizer)
         template = self._whole(first)
         self.checkpoints.prepare(template)
         saved = self.checkpoints.restore_newest(template)
@@ -293,7 +294,8 @@ class _Run:
                 log.write(record)
         if self.board is not None:
             for name in ("learning_rate", "loss", "accuracy", "steps_per_second"):
-                self.board.add_scalar(f"train/{name}", record[name], step)
+                if record[name] is not None:
+                    self.board.add_scalar(f"train/{name}", record[name], step)
             for name, value in validation.items():
                 self.board.add_scalar(f"validation/{name}", value, step)
 

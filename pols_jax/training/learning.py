@@ -19,10 +19,13 @@ from jaxtyping import Array, Bool, Float, Int
 from pols_jax.data import ArraySplit, Batch, Dataset
 from pols_jax.errors import ConfigError
 from pols_jax.losses import LinearLogits, MeanLoss, is_correct, make_loss
+from pols_jax.losses.sampled import UniformSampler, make_noise_sampler
 from pols_jax.models import AsFeatures, Classifier
 from pols_jax.training.config import RunConfig
 from pols_jax.training.network import make_model
-from pols_jax.training.optimizers import make_optimizer
+from pols_jax.training.optimizers import make_optimizer, make_schedule
+from pols_jax.training.row_optimizers import make_row_optimizer
+from pols_jax.training.sampled_head import SampledHead, Touched
 
 DATA_AXIS = "data"
 """The device axis that the batch is split over, under pmap and on a mesh."""
@@ -56,7 +59,7 @@ class Totals(NamedTuple):
     Attributes:
       loss: The losses, summed over steps.
       correct: The number of examples whose largest logit was the true one.
-      examples: The number of examples.
+      examples: The number of examples that this is known of: none, if classes are drawn.
       steps: The number of steps.
       last_loss: The loss of the last step.
     """
@@ -84,6 +87,7 @@ class Learner(NamedTuple):
       seed: The seed of the run.
       blockwise: Whether the loss goes over the classes block by block, without an array of all logits.
       mesh: The devices that the rows of the output layer, and the batch, are spread over; None for none.
+      sampled: How the output layer learns from drawn classes; None if from all. ``optimizer`` is for the rest then.
 
     Examples:
       >>> from pols_jax.training.config import RunConfig
@@ -101,6 +105,7 @@ class Learner(NamedTuple):
     seed: int
     blockwise: bool = False
     mesh: Mesh | None = None
+    sampled: SampledHead | None = None
 
     @classmethod
     def from_config(cls, config: RunConfig, dataset: Dataset, *, axis_name: str | None = None) -> "Learner":
@@ -114,6 +119,7 @@ class Learner(NamedTuple):
             make_optimizer(config),
             config.seed,
             blockwise=config.head != "dense",
+            sampled=make_sampled_head(config, dataset) if config.head == "sampled" else None,
         )
 
     def init(self, image_shape: tuple[int, int, int]) -> TrainState:
@@ -121,7 +127,42 @@ class Learner(NamedTuple):
         key = jax.random.key(self.seed)
         variables = self.model.init(key, jnp.zeros((1, *image_shape), jnp.float32))
         params, batch_stats = variables["params"], variables.get("batch_stats", {})
-        return TrainState(jnp.zeros((), jnp.int32), params, batch_stats, self.optimizer.init(params))
+        return TrainState(jnp.zeros((), jnp.int32), params, batch_stats, self.init_optimizer(params))
+
+    def init_optimizer(self, params: Any) -> Any:
+        """Creates the state of the optimizer before the first step."""
+        if self.sampled is None:
+            return self.optimizer.init(params)
+        return {"backbone": self.optimizer.init(_rest(params)), "head": self.sampled.init(params["head"])}
+
+    def touch(self, state: TrainState, batch: Batch, *, axis_name: str | None) -> Touched | None:
+        """Reads the rows that a step is about; None if it is about all of them."""
+        if self.sampled is None:
+            return None
+        head, rows, labels = state.params["head"], state.opt_state["head"], jnp.asarray(batch.labels)
+        return self.sampled.touch(head, rows, labels, state.step, axis_name=axis_name)
+
+    def update(self, state: TrainState, gradients: Any, touched: Touched | None) -> tuple[Any, Any]:
+        """Computes the parameters and the state of the optimizer after a step."""
+        if self.sampled is None or touched is None:
+            return _optax_update(self.optimizer, gradients, state.opt_state, state.params)
+        gradients = self.sampled.clipped(gradients)
+        params, backbone_state = _optax_update(
+            self.optimizer, _rest(gradients), state.opt_state["backbone"], _rest(state.params)
+        )
+        head, rows = self.sampled.update(
+            state.params["head"], state.opt_state["head"], touched, gradients["head"], state.step
+        )
+        return params | {"head": head}, {"backbone": backbone_state, "head": rows}
+
+    def caught_up(self, state: TrainState) -> TrainState:
+        """The state with every row where it belongs after so many steps: of drawn classes, those not drawn lag behind."""
+        if self.sampled is None:
+            return state
+        head, rows = self.sampled.caught_up(state.params["head"], state.opt_state["head"], state.step)
+        return state._replace(
+            params=state.params | {"head": head}, opt_state=state.opt_state | {"head": rows}
+        )
 
     def measure(
         self, params: Any, outputs: Float[Array, "batch units"], batch: Batch, *, axis_name: str | None
@@ -157,6 +198,20 @@ class Learner(NamedTuple):
     def method(self) -> str:
         """The method of the model whose outputs `measure` takes."""
         return "features" if self.blockwise else "__call__"
+
+
+def _rest(params: Any) -> Any:
+    """All but the output layer."""
+    return {name: tree for name, tree in params.items() if name != "head"}
+
+
+def _optax_update(
+    optimizer: optax.GradientTransformation, gradients: Any, opt_state: Any, params: Any
+) -> tuple[Any, Any]:
+    # Optax mixes step counts and floats, which strict promotion forbids.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
 
 
 # How the parts of the logits are spread over a mesh.
@@ -206,7 +261,14 @@ def train_step(
             method=learner.method,
         )
         outputs, updates = applied
-        value, is_correct = learner.measure(params, outputs, batch, axis_name=axis_name)
+        if touched is None:
+            value, is_correct = learner.measure(params, outputs, batch, axis_name=axis_name)
+        else:
+            assert learner.sampled is not None
+            options = {"dtype": learner.model.dtype, "axis_name": axis_name}
+            labels = jnp.asarray(batch.labels)
+            value = learner.sampled.loss(params["head"], outputs, labels, where, touched, **options)
+            is_correct = jnp.zeros_like(where)  # nobody has seen all logits
         if "auxiliary" in updates:
             auxiliary_logits = updates["auxiliary"]["auxiliary_logits"]
             labels = jnp.asarray(batch.labels)
@@ -215,16 +277,15 @@ def train_step(
             )
         return value, (is_correct, updates.get("batch_stats", {}))
 
-    (value, (is_correct, batch_stats)), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
+    touched = learner.touch(state, batch, axis_name=axis_name)
+    params = state.params if touched is None else state.params | {"head": touched.rows.params}
+    (value, (is_correct, batch_stats)), grads = jax.value_and_grad(objective, has_aux=True)(params)
     correct = jnp.sum(is_correct & where).astype(jnp.float32)
-    examples = jnp.sum(where).astype(jnp.float32)
+    examples = jnp.sum(where & (touched is None)).astype(jnp.float32)
     if axis_name is not None:
         grads = lax.pmean(grads, axis_name)
         correct, examples = lax.psum((correct, examples), axis_name)
-    # Optax mixes step counts and floats, which strict promotion forbids.
-    with jax.numpy_dtype_promotion("standard"):
-        updates, opt_state = learner.optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    params, opt_state = learner.update(state, grads, touched)
     totals = Totals(value, correct, examples, jnp.ones((), jnp.int32), value)
     return TrainState(state.step + 1, params, batch_stats, opt_state), totals
 
@@ -267,10 +328,9 @@ def run_loss(config: RunConfig, dataset: Dataset, **options: Any) -> MeanLoss:
     class: on average once, and all classes alike.
     """
     loss = make_loss(config.loss, **(options or loss_options(config, dataset)))
-    if config.class_weights is None:
+    weights = _class_weights(config, dataset)
+    if weights is None:
         return loss
-    counts = np.bincount(_labels(dataset, "--class-weights"), minlength=dataset.num_classes)
-    weights = (counts.sum() / np.count_nonzero(counts) / np.maximum(counts, 1)).astype(np.float32)
 
     def weighted(logits, labels, *, where=None, axis_name=None):
         of_example = jnp.asarray(weights)[labels]
@@ -278,6 +338,29 @@ def run_loss(config: RunConfig, dataset: Dataset, **options: Any) -> MeanLoss:
         return loss(logits, labels, where=where, axis_name=axis_name)
 
     return weighted
+
+
+def make_sampled_head(config: RunConfig, dataset: Dataset) -> SampledHead:
+    """Builds what trains the output layer of a config with ``head`` sampled."""
+    options = loss_options(config, dataset)
+    probs = options.get("noise_probs")
+    return SampledHead(
+        UniformSampler(dataset.num_classes) if probs is None else make_noise_sampler(probs),
+        options["num_noise"],
+        make_row_optimizer(
+            config.optimizer, make_schedule(config), num_updates=config.steps, momentum=config.momentum
+        ),
+        config.seed,
+        clip_norm=config.clip_norm,
+        class_weights=_class_weights(config, dataset),
+    )
+
+
+def _class_weights(config: RunConfig, dataset: Dataset) -> np.ndarray | None:
+    if config.class_weights is None:
+        return None
+    counts = np.bincount(_labels(dataset, "--class-weights"), minlength=dataset.num_classes)
+    return (counts.sum() / np.count_nonzero(counts) / np.maximum(counts, 1)).astype(np.float32)
 
 
 def _labels(dataset: Dataset, flag: str) -> Int[np.ndarray, " examples"]:

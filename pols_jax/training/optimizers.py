@@ -24,9 +24,12 @@ def make_schedule(config: RunConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: RunConfig) -> optax.GradientTransformation:
-    """Builds the optimizer with its schedule, weight decay, clipping, rate of the backbone and accumulation."""
+    """Builds the optimizer with its schedule, weight decay, clipping, rate of the backbone and accumulation.
+
+    With ``head`` sampled it is that of the backbone, without clipping: that is done before, with the rows (`SampledHead`).
+    """
     optimizer = _plain_optimizer(config)
-    if config.clip_norm is not None:
+    if config.clip_norm is not None and config.head != "sampled":
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
     if config.backbone_factor() != 1 and config.train == "all":
         optimizer = optax.chain(optimizer, _scale_backbone(config.backbone_factor()))
@@ -57,6 +60,7 @@ def _plain_optimizer(config: RunConfig) -> optax.GradientTransformation:
         "sgd": lambda: optax.sgd(schedule),
         "momentum": lambda: optax.sgd(schedule, momentum=config.momentum),
         "adam": lambda: optax.adam(schedule),
+        "adagrad": lambda: optax.adagrad(schedule),
         # The constants of the Inception-v3 recipe.
         "rmsprop": lambda: optax.rmsprop(schedule, decay=0.9, eps=1.0, momentum=config.momentum),
     }

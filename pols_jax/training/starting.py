@@ -6,6 +6,7 @@ The weights are copied to ``init.npz`` in the directory of the experiment: whoev
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,13 +53,13 @@ class Start:
         """Settings with the pixels that the weights were trained with, if none were asked for."""
         return dataclasses.replace(setup, pixels=setup.pixels or self.info.pixels)
 
-    def applied(self, state: TrainState, optimizer: Any) -> TrainState:
+    def applied(self, state: TrainState, init_optimizer: Callable[[Any], Any]) -> TrainState:
         """The state before the first step, with these weights instead of random ones."""
         params, batch_stats = (
             _over(tree, self.variables.get(name, {}))
             for name, tree in (("params", state.params), ("batch_stats", state.batch_stats))
         )
-        return state._replace(params=params, batch_stats=batch_stats, opt_state=optimizer.init(params))
+        return state._replace(params=params, batch_stats=batch_stats, opt_state=init_optimizer(params))
 
     def features(self, config: RunConfig, dataset: Dataset, report: Any) -> Dataset:
         """The features of a data set; computed for the first run of an experiment, and kept for the others."""

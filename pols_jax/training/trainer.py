@@ -70,6 +70,7 @@ class Trainer:
         self._stream: Iterator[Batch] | None = None
         self._advance = self.placement.compile(self._advance_program, num_shared=1, trains=True)
         self._step = self.placement.compile(self._step_program, num_shared=0, trains=True)
+        self._catch_up = self.placement.compile(self._catch_up_program, num_shared=0, trains=True)
         self._validate = self.placement.compile(self._validate_program, num_shared=1, trains=False)
 
     def place(self, state: TrainState) -> TrainState:
@@ -166,6 +167,16 @@ class Trainer:
             return (state.step < until) & jnp.isfinite(sums.last_loss)
 
         return lax.while_loop(goes_on, step, (state, Totals.zero()))
+
+    def caught_up(self, state: TrainState) -> TrainState:
+        """Brings rows that were not drawn of late where they belong, for a look at all of them; consumes the state.
+
+        When that happens is part of a run: `fit` does it before every look at the validation split, and at no other step.
+        """
+        return self._catch_up(state, ())[0] if self.learner.sampled is not None else state
+
+    def _catch_up_program(self, state, nothing):
+        return self.learner.caught_up(state), nothing
 
     def validate(self, state: TrainState) -> dict[str, float]:
         """Measures the model on the validation split.

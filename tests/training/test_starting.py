@@ -82,6 +82,7 @@ def stop_after(monkeypatch, step):
     [
         {"clip_norm": 0.1, "accumulate": 3, "class_weights": "balanced", "backbone_rate": 0.5},
         {"train": "head", "head": "blockwise", "feature_passes": 1, "stop_after": 1, "learning_rate": 1e-9},
+        {"train": "head", "head": "sampled", "loss": "noise_contrastive_estimation", "num_noise": 4},
     ],
     ids=str,
 )
