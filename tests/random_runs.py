@@ -22,11 +22,11 @@ SHAPE = (32, 32, 1)
 IMAGES = np.random.default_rng(1).integers(0, 256, (64, *SHAPE)).astype(np.uint8)
 
 
-def make_run(directory, normalizer_rows=0, **options):
+def make_run(directory, normalizer_rows=0, names=NAMES, seed=0, **options):
     """A run with random parameters, and a random normalizer: what a network has learned does not matter here."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     config = RunConfig(characters="0030-0039", steps=2, **({"width": 0.1} | options))
-    model = make_model(config, len(NAMES))
+    model = make_model(config, len(names))
     shapes = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, *SHAPE), jnp.float32))
     state = {
         "params": jax.tree.map(lambda leaf: rng.normal(0, 0.2, leaf.shape).astype("f"), shapes["params"]),
@@ -38,8 +38,8 @@ def make_run(directory, normalizer_rows=0, **options):
     with Checkpoints(directory) as checkpoints:
         checkpoints.save(2, state, config=config.to_json())
         checkpoints.wait()
-    info = RunInfo(config=config, num_classes=len(NAMES), image_shape=SHAPE, data={})
-    write_run_info(directory, info, NAMES)
+    info = RunInfo(config=config, num_classes=len(names), image_shape=SHAPE, data={})
+    write_run_info(directory, info, names)
     if normalizer_rows:
         num_features = state["params"]["head"]["kernel"].shape[1]
         kernel, bias = rng.normal(size=(normalizer_rows, num_features)), rng.normal(size=normalizer_rows)

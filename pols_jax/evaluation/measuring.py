@@ -81,15 +81,7 @@ def evaluate(
       DataError: if the data cannot be had.
 
     Examples:
-      >>> import tempfile
-      >>> from pols_jax.training.config import RunConfig
-      >>> from pols_jax.data import load
-      >>> from pols_jax.training.fitting import RunOptions, fit
-      >>> config = RunConfig(width=0.1, characters="0030-0039", batch_size=32, steps=2)
-      >>> dataset = load("glyphs", **config.options())
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     outcome = fit(config, dataset, folder, options=RunOptions(quiet=True))
-      ...     record = evaluate(folder, dataset=dataset, quiet=True)
+      >>> record = evaluate("runs/digits", quiet=True)
       >>> record.num_examples, 0 <= record.slc.auprc <= 1
       (30, True)
     """

@@ -64,17 +64,10 @@ class ClassBank:
       ladder: The normalizers that `from_arrays` tried, fewest rows first; empty for a network that was opened.
 
     Examples:
-      >>> import tempfile
-      >>> from pols_jax.training.config import RunConfig
       >>> from pols_jax.data import load
-      >>> from pols_jax.training.fitting import RunOptions, fit
-      >>> config = RunConfig(width=0.1, characters="0030-0039", batch_size=32, steps=2)
-      >>> dataset = load("glyphs", **config.options())
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     _ = fit(config, dataset, folder, options=RunOptions(quiet=True))
-      ...     bank = ClassBank.open(folder)
-      ...     is_seven = bank.decide(dataset.test.images, "digit seven", rule="0.5")
-      >>> is_seven.shape
+      >>> bank = ClassBank.open("runs/digits")
+      >>> images = load("glyphs", characters="0030-0039").test.images
+      >>> bank.decide(images, "digit seven", rule="0.5").shape
       (30,)
     """
 
@@ -337,9 +330,11 @@ class ClassBank:
         """
         if isinstance(classes, str | int | np.integer):
             return self.logits_of_features(features, [classes])[:, 0]
-        features, num_features = np.asarray(features), self._network.head.shape[1]
-        if features.ndim != 2 or features.shape[1] != num_features:
-            raise ValueError(f"features must have shape [m, {num_features}], got {list(features.shape)}.")
+        features = np.asarray(features)
+        if features.ndim != 2 or features.shape[1] != self.num_features:
+            raise ValueError(
+                f"features must have shape [m, {self.num_features}], got {list(features.shape)}."
+            )
         kernel, bias = self._padded_rows(classes)
         logits = in_batches(lambda batch: self._scores(batch, kernel, bias, self.estimator), features)
         return logits.reshape(len(features), len(bias))[:, : len(classes)]
@@ -395,12 +390,9 @@ class ClassBank:
         return ClassNames(self.names, place=self.place, listed=listed)
 
     def _padded_rows(self, classes: Sequence[str | int]) -> tuple[np.ndarray, np.ndarray]:
-        rows = [self.row(name_or_id) for name_or_id in classes]
-        size = -(-len(rows) // _CLASSES_AT_ONCE) * _CLASSES_AT_ONCE
-        kernel, bias = np.zeros((size, self._network.head.shape[1]), np.float32), np.zeros(size, np.float32)
-        for i, row in enumerate(rows):
-            kernel[i], bias[i] = row
-        return kernel, bias
+        kernel, bias = self.rows(classes)
+        padding = -len(bias) % _CLASSES_AT_ONCE
+        return np.pad(kernel, ((0, padding), (0, 0))), np.pad(bias, (0, padding))
 
     @property
     def estimator(self) -> Normalizer | None:

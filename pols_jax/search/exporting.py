@@ -84,21 +84,11 @@ def export(
       FileError: if a file cannot be written; there is no directory then.
 
     Examples:
-      >>> import tempfile
-      >>> from pols_jax.data import load
-      >>> from pols_jax.evaluation.measuring import evaluate
       >>> from pols_jax.search.class_bank import ClassBank
-      >>> from pols_jax.training.config import RunConfig
-      >>> from pols_jax.training.fitting import RunOptions, fit
-      >>> config = RunConfig(width=0.1, characters="0030-0039", batch_size=32, steps=2)
-      >>> dataset = load("glyphs", **config.options())
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     _ = fit(config, dataset, f"{folder}/run", options=RunOptions(quiet=True))
-      ...     _ = evaluate(f"{folder}/run", dataset=dataset, quiet=True)
-      ...     manifest = export(f"{folder}/run", f"{folder}/exported", rows_dtype="int8", quiet=True)
-      ...     logits = ClassBank.open(f"{folder}/exported").logits(dataset.test.images, "digit seven")
-      >>> manifest.platforms, logits.shape
-      (('cpu', 'cuda', 'tpu'), (30,))
+      >>> export("runs/digits", "exported", rows_dtype="int8", quiet=True).platforms
+      ('cpu', 'cuda', 'tpu')
+      >>> ClassBank.open("exported").names[7]
+      'DIGIT SEVEN'
     """
     if rows_dtype not in ROWS_DTYPES:
         raise ConfigError(unknown_name("dtype of rows", rows_dtype, ROWS_DTYPES))

@@ -89,20 +89,12 @@ class FeatureIndex:
       paths: The paths of the pictures, in order; names that are not UTF-8 as Python has them.
 
     Examples:
-      >>> import tempfile
       >>> from PIL import Image
-      >>> from pols_jax.data import load
-      >>> from pols_jax.training.config import RunConfig
-      >>> from pols_jax.training.fitting import RunOptions, fit
-      >>> config = RunConfig(width=0.1, characters="0030-0039", batch_size=32, steps=2)
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     _ = fit(config, load("glyphs", **config.options()), f"{folder}/run", options=RunOptions(quiet=True))
-      ...     Image.new("L", (40, 30), 255).save(f"{folder}/white.png")
-      ...     bank = ClassBank.open(f"{folder}/run")
-      ...     update = update_index(bank, [f"{folder}/white.png"], f"{folder}/index")
-      ...     index = FeatureIndex.open(f"{folder}/index")
-      ...     scores = index.scores(bank, "digit seven")
-      >>> len(index), os.path.basename(index.path(0)), scores.shape
+      >>> Image.new("L", (40, 30), 255).save("white.png")
+      >>> bank = ClassBank.open("runs/digits")
+      >>> update = update_index(bank, ["white.png"], "index")
+      >>> index = FeatureIndex.open("index")
+      >>> len(index), os.path.basename(index.path(0)), index.scores(bank, "digit seven").shape
       (1, 'white.png', (1,))
     """
 
@@ -150,11 +142,6 @@ class FeatureIndex:
     def sizes(self) -> Int[np.ndarray, " pictures"]:
         """The size of each file in bytes, when it was indexed."""
         return self._pictures["size"].to_numpy()
-
-    @property
-    def mtimes_ns(self) -> Int[np.ndarray, " pictures"]:
-        """When each file had been changed last, in nanoseconds, when it was indexed."""
-        return self._pictures["mtime_ns"].to_numpy()
 
     def check(self, bank: ClassBank) -> None:
         """Raises a `RunError` unless the features are those of the network of a bank."""

@@ -6,12 +6,10 @@ import shutil
 
 import pytest
 from PIL import Image
+from random_runs import NAMES, make_run
 
 from pols_jax import cli
-from pols_jax.data import load
 from pols_jax.search.index import FeatureIndex
-from pols_jax.training.config import RunConfig
-from pols_jax.training.fitting import RunOptions, fit
 
 
 @pytest.fixture
@@ -31,11 +29,7 @@ def pols(capsys):
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    # As in tests/cli/test_pols.py: the programs are compiled once.
-    config = RunConfig(characters="0030-0031", width=0.05, batch_size=16, steps=2, loss="batch_cross_entropy")
-    directory = tmp_path_factory.mktemp("runs") / "run"
-    fit(config, load("glyphs", **config.options()), directory, options=RunOptions(quiet=True))
-    return directory
+    return make_run(tmp_path_factory.mktemp("runs") / "run", names=NAMES[:2])
 
 
 @pytest.fixture
@@ -182,9 +176,4 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(
 
 @pytest.fixture(scope="module")
 def other_run(tmp_path_factory):
-    config = RunConfig(
-        characters="0030-0031", width=0.05, batch_size=16, steps=2, loss="batch_cross_entropy", seed=1
-    )
-    directory = tmp_path_factory.mktemp("runs") / "other"
-    fit(config, load("glyphs", **config.options()), directory, options=RunOptions(quiet=True))
-    return directory
+    return make_run(tmp_path_factory.mktemp("runs") / "other", names=NAMES[:2], seed=1)

@@ -21,25 +21,21 @@ from pols_jax.metrics.thresholds import DEFAULT_RULES, Thresholds
 from pols_jax.training.config import Experiment, RunConfig
 from pols_jax.training.experiments import run_experiment
 from pols_jax.training.fitting import RunOptions
+from pols_jax.training.run_files import read_experiment
 from pols_jax.training.runs import Run, find_runs
 
 QUIET = RunOptions(quiet=True)
 
 
 @pytest.fixture(scope="module")
-def dataset():
-    return load("glyphs", max_classes=30)
-
-
-SETTINGS = Experiment(max_classes=30, width=0.1, batch_size=64, steps=40, evaluate_every=40)
+def dataset(digits):
+    return digits
 
 
 @pytest.fixture(scope="module")
-def experiment(dataset, tmp_path_factory):
+def experiment(digits_experiment, tmp_path_factory):
     """Two small runs, cross-entropy and batch cross-entropy."""
-    directory = tmp_path_factory.mktemp("runs") / "experiment"
-    run_experiment(SETTINGS, dataset, directory, options=QUIET)
-    return directory
+    return shutil.copytree(digits_experiment, tmp_path_factory.mktemp("runs") / "experiment")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +85,7 @@ def test_the_record_is_what_scikit_learn_finds_in_the_raw_logits(record, raw):
     arrays = jnp.asarray(logits), jnp.asarray(labels)
     np.testing.assert_allclose(record.violation_rate, principle.violation_rate(*arrays), rtol=1e-5)
     np.testing.assert_allclose(record.separation_margin, principle.separation_margin(*arrays), rtol=1e-4)
-    assert (record.num_examples, record.num_classes) == (len(labels), 30)
+    assert (record.num_examples, record.num_classes) == (len(labels), 10)
 
 
 def test_the_record_is_written_into_the_run(experiment, dataset, tmp_path):
@@ -97,7 +93,13 @@ def test_the_record_is_written_into_the_run(experiment, dataset, tmp_path):
     record = evaluate(run_dir, dataset=dataset, quiet=True)
     written = json.loads((run_dir / "slc.json").read_text())
     assert written == record.to_json()
-    expected = {"loss": "cross_entropy", "dataset": "glyphs", "split": "test", "step": 40, "normalized": None}
+    expected = {
+        "loss": "cross_entropy",
+        "dataset": "glyphs",
+        "split": "test",
+        "step": 100,
+        "normalized": None,
+    }
     assert expected.items() <= written.items()
     assert set(written["slc"]) == set(written["all_logits"]) == set(MEASURES)
     assert SlcRecord.from_json(written) == record == read_slc(Run.open(run_dir))
@@ -148,10 +150,10 @@ def test_no_test_label_is_used_to_choose_thresholds(experiment, dataset, record)
 def test_the_record_says_what_thresholds_give_on_test(experiment, record, raw):
     logits, labels = raw
     thresholds = thresholds_of(experiment / "cross_entropy")
-    is_true = labels[:, None] == np.arange(30)
+    is_true = labels[:, None] == np.arange(10)
     entries = iter(record.thresholds)
     for rule in DEFAULT_RULES:
-        for chosen in (thresholds.per_class(rule, num_classes=30), np.full(30, thresholds.shared(rule))):
+        for chosen in (thresholds.per_class(rule, num_classes=10), np.full(10, thresholds.shared(rule))):
             entry = next(entries)
             measured = ~np.isnan(chosen)
             passes = logits[:, measured] >= chosen[measured]
@@ -213,8 +215,8 @@ def test_a_run_without_checkpoint_is_an_error(experiment, tmp_path):
 
 def test_a_run_that_never_finished_is_an_error(experiment, tmp_path):
     run_dir = copied_run(experiment, tmp_path)
-    (run_dir / "checkpoints" / "40").rename(run_dir / "checkpoints" / "20")
-    with pytest.raises(RunError, match="is not finished: step 20 of 40"):
+    (run_dir / "checkpoints" / "100").rename(run_dir / "checkpoints" / "20")
+    with pytest.raises(RunError, match="is not finished: step 20 of 100"):
         evaluate(run_dir)
 
 
@@ -227,7 +229,7 @@ def test_a_diverged_run_is_an_error(experiment, tmp_path):
 
 def test_a_damaged_checkpoint_is_an_error(experiment, tmp_path):
     run_dir = copied_run(experiment, tmp_path)
-    shutil.rmtree(run_dir / "checkpoints" / "40" / "state" / "params.head.bias")
+    shutil.rmtree(run_dir / "checkpoints" / "100" / "state" / "params.head.bias")
     with pytest.raises(CheckpointError):
         evaluate(run_dir, quiet=True)
 
@@ -235,8 +237,8 @@ def test_a_damaged_checkpoint_is_an_error(experiment, tmp_path):
 def test_data_that_is_gone_or_has_changed_is_an_error(experiment, tmp_path, dataset):
     run_dir = copied_run(experiment, tmp_path)
     with pytest.raises(RunError, match="has changed"):
-        evaluate(run_dir, dataset=load("glyphs", max_classes=29))
-    run, config = Run.open(run_dir), RunConfig(dataset=f"folder:{tmp_path}/gone", steps=40)
+        evaluate(run_dir, dataset=load("glyphs", characters="0030-0038"))
+    run, config = Run.open(run_dir), RunConfig(dataset=f"folder:{tmp_path}/gone", steps=100)
     gone = dataclasses.replace(run, info=dataclasses.replace(run.info, config=config, dataset=config.dataset))
     with pytest.raises(DataError, match="is not a directory"):
         gone.load_dataset()
@@ -272,7 +274,7 @@ def test_the_config_of_another_run_is_refused(experiment, tmp_path):
     run_dir = copied_run(experiment, tmp_path)
     shutil.copy(experiment / "batch_cross_entropy" / "config.json", run_dir)
     with pytest.raises(
-        ConfigError, match="holds checkpoint 40 of another config: --loss batch_cross_entropy"
+        ConfigError, match="holds checkpoint 100 of another config: --loss batch_cross_entropy"
     ):
         Run.open(run_dir)
 
@@ -282,9 +284,9 @@ def test_class_names_of_another_run_are_refused(experiment, tmp_path):
     names = json.loads((run_dir / "class_names.json").read_text())
     for wrong, why in (
         (names[::-1], "that of another run"),
-        (names[1:], "29 names, and the run 30 classes"),
+        (names[1:], "9 names, and the run 10 classes"),
         ([names[0], *names[:-1]], "a name twice"),
-        ([*names[:-1], 7], r"\[29\] must be text, got 7"),
+        ([*names[:-1], 7], r"\[9\] must be text, got 7"),
         (dict(enumerate(names)), "must be a list, got an object"),
     ):
         (run_dir / "class_names.json").write_text(json.dumps(wrong))
@@ -358,7 +360,7 @@ def test_a_run_that_changes_while_it_is_measured_gets_no_wrong_files(
     restore_head = Run.restore_head
 
     def restore_and_change(run):
-        meta = run_dir / "checkpoints" / "40" / "meta" / "metadata"
+        meta = run_dir / "checkpoints" / "100" / "meta" / "metadata"
         meta.write_text(json.dumps(json.loads(meta.read_text()) | {"saved": "again"}))
         return restore_head(run)
 
@@ -372,21 +374,22 @@ def test_the_record_of_an_experiment_holds_its_settings_and_what_each_run_measur
     experiment, dataset, tmp_path
 ):
     run_dir = shutil.copytree(experiment, tmp_path / "experiment")
+    settings = read_experiment(run_dir)
     outcomes = run_experiment(
-        SETTINGS, dataset, run_dir, options=QUIET
+        settings, dataset, run_dir, options=QUIET
     )  # they have ended: nothing is trained again
     record = write_experiment_record(
-        tmp_path / "record.json", SETTINGS, dataset, outcomes, run_dir=run_dir, environment={"commit": "a"}
+        tmp_path / "record.json", settings, dataset, outcomes, run_dir=run_dir, environment={"commit": "a"}
     )
     assert json.loads((tmp_path / "record.json").read_text()) == record
-    assert Experiment.from_json(record["experiment"]) == SETTINGS
-    assert (record["environment"], record["num_classes"], record["sweep"]) == ({"commit": "a"}, 30, None)
+    assert Experiment.from_json(record["experiment"]) == settings
+    assert (record["environment"], record["num_classes"], record["sweep"]) == ({"commit": "a"}, 10, None)
     assert record["data"] == dataset.provenance
     assert record["training_minutes"] >= 0
     for run, outcome in zip(record["runs"], outcomes, strict=True):
         assert RunConfig.from_json(run["config"]) == outcome.config
         assert run["test"] == read_slc(Run.open(outcome.run_dir)).to_json()
-        assert [entry["step"] for entry in run["training"]] == [40]
+        assert [entry["step"] for entry in run["training"]] == [100]
         assert len(run["bins"]) == len(run["true_histogram"]) + 1
         assert len(run["curve_recall"]) == len(run["curve_precision"])
 

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,14 +15,10 @@ from PIL import Image
 from rich.console import Console
 
 from pols_jax.cli import running as cli
-from pols_jax.data import load
 from pols_jax.evaluation import paper_results, slc_tables
 from pols_jax.evaluation.slc_records import Measures, SlcRecord, ThresholdScore
 from pols_jax.losses import ALIGNED, LOSSES
 from pols_jax.tables import print_tables, to_markdown
-from pols_jax.training.config import Experiment
-from pols_jax.training.experiments import run_experiment
-from pols_jax.training.fitting import RunOptions
 
 
 def record(loss, one=(0.9, 0.8, 0.7), every=(0.95, 0.9, 0.8), dataset="mnist"):
@@ -174,12 +171,10 @@ def test_markdown_has_a_table_of_measures_and_one_of_thresholds():
 
 
 @pytest.fixture(scope="module")
-def experiment(tmp_path_factory):
+def experiment(digits_experiment, tmp_path_factory):
+    """Two runs that were not evaluated yet."""
     directory = tmp_path_factory.mktemp("home") / "runs" / "digits"
-    settings = Experiment(characters="0030-0039", width=0.1, batch_size=32, steps=20)
-    dataset = load("glyphs", **settings.options())
-    run_experiment(settings, dataset, directory, options=RunOptions(quiet=True))
-    return directory
+    return shutil.copytree(digits_experiment, directory, ignore=shutil.ignore_patterns("slc*", "*.npz"))
 
 
 @pytest.fixture

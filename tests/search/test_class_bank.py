@@ -11,35 +11,20 @@ import numpy as np
 import pytest
 import tensorstore
 
-from pols_jax.data import load, scale_pixels
+from pols_jax.data import scale_pixels
 from pols_jax.errors import ConfigError, RunError
-from pols_jax.evaluation.measuring import evaluate
 from pols_jax.heads import all_logits
 from pols_jax.search.class_bank import ClassBank
 from pols_jax.search.class_names import ClassNames
 from pols_jax.training.checkpoints import Checkpoints
 from pols_jax.training.config import RunConfig
-from pols_jax.training.fitting import RunOptions, fit
 from pols_jax.training.network import make_model
 from pols_jax.training.runs import Run
 
 
-@pytest.fixture(scope="module")
-def dataset():
-    return load("glyphs", characters="0030-0039,0041-005A")
-
-
-@pytest.fixture(scope="module")
-def run_dir(dataset, tmp_path_factory):
-    config = RunConfig(characters="0030-0039,0041-005A", width=0.1, batch_size=64, steps=30)
-    directory = tmp_path_factory.mktemp("runs") / "run"
-    fit(config, dataset, directory, options=RunOptions(quiet=True))
-    evaluate(directory, dataset=dataset, quiet=True)
-    return directory
-
-
 @pytest.fixture
 def bank(run_dir):
+    """A bank that has compiled nothing yet."""
     return ClassBank.open(run_dir)
 
 
@@ -49,25 +34,25 @@ def full_logits(run_dir, images):
     return np.asarray(all_logits(features, *map(jnp.asarray, run.restore_head())))
 
 
-def test_logits_of_asked_classes_are_columns_of_all_logits(bank, run_dir, dataset):
-    expected = full_logits(run_dir, dataset.test.images)
-    asked = ["DIGIT SEVEN", "LATIN CAPITAL LETTER Q", "DIGIT ONE"]
-    columns = [dataset.class_names.index(name) for name in asked]
+def test_logits_of_asked_classes_are_columns_of_all_logits(bank, run_dir, digits):
+    expected = full_logits(run_dir, digits.test.images)
+    asked = ["DIGIT SEVEN", "DIGIT ZERO", "DIGIT ONE"]
+    columns = [digits.class_names.index(name) for name in asked]
     # Products of another shape round differently in the last digits.
     np.testing.assert_allclose(
-        bank.logits(dataset.test.images, asked), expected[:, columns], rtol=1e-5, atol=1e-5
+        bank.logits(digits.test.images, asked), expected[:, columns], rtol=1e-5, atol=1e-5
     )
 
 
-def test_a_single_class_may_stand_without_a_list(bank, dataset):
-    images = dataset.test.images[:3]
+def test_a_single_class_may_stand_without_a_list(bank, digits):
+    images = digits.test.images[:3]
     expected = bank.logits(images, ["digit one"])[:, 0]
     for one in ("digit one", bank.class_id("digit one"), np.int32(bank.class_id("digit one"))):
         np.testing.assert_array_equal(bank.logits(images, one), expected)
 
 
-def test_floats_that_are_not_scaled_are_refused(bank, dataset):
-    images = dataset.test.images[:2]
+def test_floats_that_are_not_scaled_are_refused(bank, digits):
+    images = digits.test.images[:2]
     scaled = scale_pixels(images)
     np.testing.assert_array_equal(bank.logits(scaled, "digit one"), bank.logits(images, "digit one"))
     for wrong in (images.astype(np.float32), images.astype(np.int64), scaled * np.nan):
@@ -77,32 +62,33 @@ def test_floats_that_are_not_scaled_are_refused(bank, dataset):
             bank.logits(wrong, "digit one")
 
 
-def test_changing_the_query_compiles_nothing(bank, dataset):
-    images = np.tile(dataset.test.images, (10, 1, 1, 1))[:1000]
+def test_changing_the_query_compiles_nothing(bank, digits):
+    images = np.tile(digits.test.images, (3, 1, 1, 1))
     bank.logits(images, ["DIGIT SEVEN"])
     traces = bank.num_traces
     bank.logits(images, ["DIGIT ONE"])
-    bank.logits(images, ["LATIN CAPITAL LETTER Q", "DIGIT TWO", 3])
+    bank.logits(images, ["DIGIT NINE", "DIGIT TWO", 3])
     assert bank.num_traces == traces > 0
 
 
-def test_any_number_of_images_needs_programs_for_three_sizes(bank, dataset):
+def test_any_number_of_images_needs_programs_for_three_sizes(bank, digits):
+    images = np.tile(digits.test.images, (3, 1, 1, 1))
     for count in (1, 2, 7, 8, 9, 64, 65, 3):
-        assert bank.logits(dataset.test.images[:count], [0]).shape == (count, 1)
+        assert bank.logits(images[:count], [0]).shape == (count, 1)
     assert bank.num_traces == 2 * 3, "one for features and one for logits"
-    assert bank.logits(dataset.test.images[:0], [0]).shape == (0, 1)
+    assert bank.logits(images[:0], [0]).shape == (0, 1)
 
 
-def test_decisions_compare_the_logit_with_the_threshold(bank, run_dir, dataset):
+def test_decisions_compare_the_logit_with_the_threshold(bank, run_dir, digits):
     threshold = bank.threshold("digit seven", "recall=0.9")
-    expected = bank.logits(dataset.test.images, ["DIGIT SEVEN"])[:, 0] >= threshold.value
-    np.testing.assert_array_equal(bank.decide(dataset.test.images, "DIGIT SEVEN"), expected)
+    expected = bank.logits(digits.test.images, ["DIGIT SEVEN"])[:, 0] >= threshold.value
+    np.testing.assert_array_equal(bank.decide(digits.test.images, "DIGIT SEVEN"), expected)
     assert threshold.origin == "all classes", "one validation example per class"
-    assert not bank.decide(dataset.test.images, "DIGIT SEVEN", rule="1e9").any()
+    assert not bank.decide(digits.test.images, "DIGIT SEVEN", rule="1e9").any()
 
 
-def test_validation_pictures_reach_the_recall_that_was_wanted(bank, dataset):
-    images, labels = dataset.validation.images, dataset.validation.labels
+def test_validation_pictures_reach_the_recall_that_was_wanted(bank, digits):
+    images, labels = digits.validation.images, digits.validation.labels
     logits = bank.logits(images, list(range(len(bank.names))))
     true = logits[np.arange(len(labels)), labels]
     assert np.mean(true >= bank.threshold(0, "recall=1").value) == 1
@@ -123,8 +109,8 @@ def test_names_match_in_any_case_and_unknown_ones_get_the_nearest(bank):
         bank.class_id("digit sevn")
     with pytest.raises(ConfigError, match=r"class_names\.json lists them all"):
         bank.class_id("###")
-    with pytest.raises(ConfigError, match="Class ids are from 0 to 35, got 36"):
-        bank.class_id(36)
+    with pytest.raises(ConfigError, match="Class ids are from 0 to 9, got 10"):
+        bank.class_id(10)
 
 
 def test_names_that_differ_in_case_alone_must_be_written_as_they_are():
@@ -138,11 +124,12 @@ def test_names_that_differ_in_case_alone_must_be_written_as_they_are():
 
 def test_a_character_finds_the_class_that_is_named_after_it_unless_another_has_its_name(bank):
     assert bank.names[bank.class_id("7")] == "DIGIT SEVEN"
-    assert bank.names[bank.class_id("Q")] == "LATIN CAPITAL LETTER Q"
+    letters = ClassNames(("LATIN CAPITAL LETTER P", "LATIN CAPITAL LETTER Q"), place="run", listed="names")
+    assert letters.find("Q") == 1
     with pytest.raises(
         ConfigError, match=r"There is no class named 'q' in .*; the nearest are LATIN CAPITAL LETTER"
     ):
-        bank.class_id("q")
+        letters.find("q")
     composed = ClassNames(("LATIN SMALL LETTER E WITH ACUTE", "U+E000"), place="run", listed="names")
     assert (composed.find("e\u0301"), composed.find("\ue000")) == (0, 1)
     assert ClassNames(("DIGIT ONE", "1"), place="run", listed="names").find("1") == 1

@@ -36,14 +36,9 @@ ROUNDING = 5e-5
 
 
 @pytest.fixture(scope="module")
-def bank(digits_run):
-    return ClassBank.open(digits_run)
-
-
-@pytest.fixture(scope="module")
-def normalized(digits_run, tmp_path_factory):
+def normalized(run_dir, tmp_path_factory):
     """The same network with a normalizer of three rows."""
-    run_dir = shutil.copytree(digits_run, tmp_path_factory.mktemp("normalized") / "run")
+    run_dir = shutil.copytree(run_dir, tmp_path_factory.mktemp("normalized") / "run")
     run = Run.open(run_dir)
     kernel = jnp.asarray(run.restore_head()[0][:3])
     write_normalizer(
@@ -53,7 +48,7 @@ def normalized(digits_run, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def photos(digit_pictures, tmp_path_factory):
+def photos(pictures, tmp_path_factory):
     """Photographs of many sizes, modes, formats and names, in folders, and some files that are none."""
     folder, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
     (folder / "2019" / "summer").mkdir(parents=True)
@@ -70,7 +65,7 @@ def photos(digit_pictures, tmp_path_factory):
     Image.fromarray(pixels).convert("RGB").save(folder / "lossy.webp")
     Image.fromarray(pixels[..., 0].astype(np.uint16) * 257).save(folder / "deep.png")
     for name in (b"caf\xe9.png", b"\x1b[31mred.png", b"two\nlines.png"):
-        shutil.copy(next(digit_pictures.iterdir()), os.path.join(folder, os.fsdecode(name)))
+        shutil.copy(next(pictures.iterdir()), os.path.join(folder, os.fsdecode(name)))
     (folder / "notes.txt").write_text("no picture")
     (folder / "cut.png").write_bytes((folder / "deep.png").read_bytes()[:60])
     os.mkfifo(folder / "pipe.png")
@@ -79,9 +74,9 @@ def photos(digit_pictures, tmp_path_factory):
 
 
 @pytest.fixture
-def copies(digit_pictures, tmp_path):
+def copies(pictures, tmp_path):
     """The pictures of the digits in a folder that may be changed."""
-    return shutil.copytree(digit_pictures, tmp_path / "pictures")
+    return shutil.copytree(pictures, tmp_path / "pictures")
 
 
 class Counting:
@@ -110,7 +105,7 @@ def contents(directory):
 
 
 @pytest.mark.parametrize("kind", ["bank", "normalized"])
-@pytest.mark.parametrize("folder", ["digit_pictures", "photos"])
+@pytest.mark.parametrize("folder", ["pictures", "photos"])
 def test_an_index_a_direct_search_and_the_column_of_all_logits_give_the_same_hits(
     kind, folder, request, tmp_path
 ):
@@ -169,9 +164,9 @@ def test_names_that_are_not_utf8_survive(bank, photos, tmp_path):
     assert f"{photos}/caf\\xe9.png" in exported["path"].to_pylist()
 
 
-def test_a_score_does_not_depend_on_what_else_is_scored(bank, digit_pictures, tmp_path):
-    update_index(bank, [str(digit_pictures)], tmp_path / "all")
-    update_index(bank, [str(digit_pictures / "*seven*")], tmp_path / "sevens")
+def test_a_score_does_not_depend_on_what_else_is_scored(bank, pictures, tmp_path):
+    update_index(bank, [str(pictures)], tmp_path / "all")
+    update_index(bank, [str(pictures / "*seven*")], tmp_path / "sevens")
     everything, sevens = FeatureIndex.open(tmp_path / "all"), FeatureIndex.open(tmp_path / "sevens")
     together, alone = everything.scores(bank, ["7", "2"]), everything.scores(bank, "7")
     np.testing.assert_array_equal(together[:, 0], alone)
@@ -221,9 +216,9 @@ def test_features_that_cannot_be_kept_are_refused(bank, copies, tmp_path):
 
 
 def test_the_normalizer_is_computed_once_and_kept_beside_the_features(
-    normalized, digit_pictures, tmp_path, monkeypatch
+    normalized, pictures, tmp_path, monkeypatch
 ):
-    update_index(normalized, [str(digit_pictures)], tmp_path / "index")
+    update_index(normalized, [str(pictures)], tmp_path / "index")
     index = FeatureIndex.open(tmp_path / "index")
     features = np.concatenate([features for _, features in index.blocks()])
     expected = np.asarray(normalized.normalizer(jnp.asarray(features)))
@@ -351,10 +346,10 @@ def test_the_index_may_be_among_its_pictures(bank, copies):
     assert update.num_pictures == 30
 
 
-def test_shards_are_disjoint_and_complete_and_are_searched_as_one(bank, digit_pictures, tmp_path):
+def test_shards_are_disjoint_and_complete_and_are_searched_as_one(bank, pictures, tmp_path):
     for shard in range(3):
-        update_index(bank, [str(digit_pictures)], tmp_path / f"{shard}", shard=(shard, 3))
-    update_index(bank, [str(digit_pictures)], tmp_path / "all")
+        update_index(bank, [str(pictures)], tmp_path / f"{shard}", shard=(shard, 3))
+    update_index(bank, [str(pictures)], tmp_path / "all")
     indexes = [FeatureIndex.open(tmp_path / f"{shard}") for shard in range(3)]
     whole = FeatureIndex.open(tmp_path / "all")
     assert all(len(index) for index in indexes)
@@ -474,8 +469,8 @@ def test_ctrl_c_keeps_what_was_done(bank, copies, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def index_dir(bank, digit_pictures, tmp_path):
-    update_index(bank, [str(digit_pictures)], tmp_path / "index")
+def index_dir(bank, pictures, tmp_path):
+    update_index(bank, [str(pictures)], tmp_path / "index")
     return tmp_path / "index"
 
 
@@ -503,7 +498,7 @@ def test_a_half_written_or_damaged_index_is_one_sentence(index_dir, name, conten
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_flipped_bit_of_the_features_is_found_when_they_are_checked(bank, index_dir, digit_pictures):
+def test_a_flipped_bit_of_the_features_is_found_when_they_are_checked(bank, index_dir, pictures):
     path = index_dir / "features-000000.npy"
     content = bytearray(path.read_bytes())
     content[-1] ^= 64
@@ -514,38 +509,38 @@ def test_a_flipped_bit_of_the_features_is_found_when_they_are_checked(bank, inde
         FeatureIndex.open(index_dir).verify()
 
 
-def test_features_of_another_network_are_refused(bank, index_dir, digit_pictures, tmp_path):
+def test_features_of_another_network_are_refused(bank, index_dir, pictures, tmp_path):
     other = made_up_index(tmp_path / "other", np.zeros((2, bank.num_features), np.float32))
     with pytest.raises(RunError, match=r"holds features of another network .made up of run., not of"):
         FeatureIndex.open(other).scores(bank, "7")
     with pytest.raises(
         RunError, match=r"holds features of another network .*; name another directory with --out"
     ):
-        update_index(bank, [str(digit_pictures)], other)
+        update_index(bank, [str(pictures)], other)
     with pytest.raises(
         RunError, match=r"holds features of another network than .*; search them one after the other"
     ):
         FeatureIndex.open(index_dir, other)
 
 
-def test_a_directory_that_cannot_be_an_index_is_left_alone(bank, digit_pictures, copies, tmp_path):
+def test_a_directory_that_cannot_be_an_index_is_left_alone(bank, pictures, copies, tmp_path):
     before = sorted(copies.iterdir())
     with pytest.raises(ConfigError, match="is no index, and not empty; name another directory with --out"):
-        update_index(bank, [str(digit_pictures)], copies)
+        update_index(bank, [str(pictures)], copies)
     assert sorted(copies.iterdir()) == before
     with pytest.raises(DataError, match="There is no file, folder or pattern"):
         update_index(bank, [str(tmp_path / "gone")], tmp_path / "index")
     with pytest.raises(ConfigError, match="cannot be written to"):
-        update_index(bank, [str(digit_pictures)], before[0] / "index")
+        update_index(bank, [str(pictures)], before[0] / "index")
     assert not (tmp_path / "index").exists()
 
 
-def test_one_process_at_a_time_writes_an_index(bank, digit_pictures, index_dir):
+def test_one_process_at_a_time_writes_an_index(bank, pictures, index_dir):
     said = []
 
     def update():
         with pytest.raises(RunError) as error:
-            update_index(bank, [str(digit_pictures)], index_dir)
+            update_index(bank, [str(pictures)], index_dir)
         said.append(str(error.value))
 
     with locked(index_dir, flag="--out"):

@@ -1,4 +1,4 @@
-"""One tiny run, its test pictures as files, and one server over them, for all tests of the server."""
+"""One server over the pictures of the digits, for all tests of the server."""
 
 import contextlib
 import http.client
@@ -7,55 +7,11 @@ import shutil
 import urllib.parse
 
 import pytest
-from PIL import Image
 
-from pols_jax.data import load
-from pols_jax.evaluation.measuring import evaluate
-from pols_jax.search.class_bank import ClassBank
 from pols_jax.search.serving import Collection, Server, make_app
 from pols_jax.search.serving.guard import LOOPBACK
 from pols_jax.search.serving.live import Feed, FolderIndex, FolderWatcher
 from pols_jax.search.serving.running import listen
-from pols_jax.training.config import RunConfig
-from pols_jax.training.fitting import RunOptions, fit
-
-
-@pytest.fixture(scope="session")
-def dataset():
-    return load("glyphs", characters="0030-0039")
-
-
-@pytest.fixture(scope="session")
-def run_dir(dataset, tmp_path_factory):
-    """The run of `tests/search/test_search.py`: its programs are compiled once."""
-    config = RunConfig(
-        characters="0030-0039",
-        width=0.2,
-        loss="batch_cross_entropy",
-        batch_size=64,
-        steps=100,
-        evaluate_every=100,
-    )
-    directory = tmp_path_factory.mktemp("runs") / "digits"
-    fit(config, dataset, directory, options=RunOptions(quiet=True))
-    evaluate(directory, dataset=dataset, quiet=True)
-    return directory
-
-
-@pytest.fixture(scope="session")
-def bank(run_dir):
-    return ClassBank.open(run_dir)
-
-
-@pytest.fixture(scope="session")
-def pictures(dataset, tmp_path_factory):
-    """A folder with the test pictures, one file each, named after their class."""
-    folder = tmp_path_factory.mktemp("served") / "pictures"
-    folder.mkdir()
-    for i, (image, label) in enumerate(zip(dataset.test.images, dataset.test.labels, strict=True)):
-        name = dataset.class_names[label].replace(" ", "_").lower()
-        Image.fromarray(image[..., 0]).save(folder / f"{name}_{i:02d}.png")
-    return folder
 
 
 class Client:

@@ -27,7 +27,7 @@ def png(image) -> bytes:
     return content.getvalue()
 
 
-@pytest.mark.parametrize("rule", ["recall=0.9", "f1", "-1e9", "3.7"])
+@pytest.mark.parametrize("rule", ["recall=0.9", "f1", "-1e9", "2.0"])
 def test_a_search_finds_what_a_direct_search_finds(client, bank, pictures, rule):
     queries = make_queries(bank, ["digit seven"], Rule.parse(rule))
     expected = search(bank, queries, find_pictures([str(pictures)])).best_first()
@@ -123,9 +123,9 @@ def test_a_threshold_comes_with_what_validation_found_at_it(client, bank):
         assert value == bank.threshold(7, rule).value
 
 
-def test_an_upload_is_decided_as_the_bank_decides(client, bank, dataset):
+def test_an_upload_is_decided_as_the_bank_decides(client, bank, digits):
     for label in (7, 3):
-        image = dataset.test.images[np.flatnonzero(dataset.test.labels == label)[0]]
+        image = digits.test.images[np.flatnonzero(digits.test.labels == label)[0]]
         answer = client.json("/api/decide", method="POST", body=png(image[..., 0]), class_="digit seven")
         assert answer["is_class"] == (label == 7) == bool(bank.decide(image[None], 7)[0])
         assert answer["score"] == pytest.approx(float(bank.logits(image[None], 7)[0]), abs=1e-5)
@@ -143,10 +143,10 @@ def events_of(stream):
             yield name, json.loads(value)
 
 
-def test_new_changed_and_vanished_pictures_of_the_folder_are_told(client, collection, dataset):
+def test_new_changed_and_vanished_pictures_of_the_folder_are_told(client, collection, digits):
     folder, before = Path(collection.folder), client.json("/api/health")["num_pictures"]
     seven, three = (
-        dataset.test.images[np.flatnonzero(dataset.test.labels == label)[0], ..., 0] for label in (7, 3)
+        digits.test.images[np.flatnonzero(digits.test.labels == label)[0], ..., 0] for label in (7, 3)
     )
     connection = client.connect()
     connection.request("GET", "/api/live?class=digit%20seven")
@@ -170,7 +170,7 @@ def test_new_changed_and_vanished_pictures_of_the_folder_are_told(client, collec
 
 
 def test_a_run_that_was_not_evaluated_shows_everything_and_says_so(
-    make_client, dataset, run_dir, collection, tmp_path
+    make_client, digits, run_dir, collection, tmp_path
 ):
 
     shutil.copytree(run_dir, tmp_path / "run", ignore=shutil.ignore_patterns("thresholds*"))
@@ -187,11 +187,11 @@ def test_a_run_that_was_not_evaluated_shows_everything_and_says_so(
         given = client.json("/api/search", class_="#7", threshold="1.5")["threshold"]
         assert given == {"value": 1.5, "origin": "given", "promise": None, "precision": None, "recall": None}
         assert "No folder is watched" in client.json("/api/live", 404, class_="#7")["error"]
-        image = png(dataset.test.images[0, ..., 0])
+        image = png(digits.test.images[0, ..., 0])
         assert client.json("/api/decide", method="POST", body=image, class_="#7")["is_class"] is None
 
 
-def test_openapi_describes_every_route_and_every_answer_is_as_described(client, collection, dataset):
+def test_openapi_describes_every_route_and_every_answer_is_as_described(client, collection, digits):
     document = client.json("/api/openapi.json")
     assert document["openapi"] == "3.1.0"
     app = make_app(collection)
@@ -211,7 +211,7 @@ def test_openapi_describes_every_route_and_every_answer_is_as_described(client, 
         if isinstance(endpoint.answer, tuple) or endpoint.answer is dict:
             continue
         asked = {"class_": "#7"} if any(p.name == "class" for p in endpoint.parameters) else {}
-        body = png(dataset.test.images[0, ..., 0]) if endpoint.method == "POST" else None
+        body = png(digits.test.images[0, ..., 0]) if endpoint.method == "POST" else None
         answer = client.json(endpoint.path, method=endpoint.method, body=body, **asked)
         decode(endpoint.answer, answer)  # every field is there, of its type, and no other
         schema = schemas[endpoint.answer.__name__]

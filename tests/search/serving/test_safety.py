@@ -210,8 +210,8 @@ def test_whatever_is_asked_gets_an_answer_and_what_is_wrong_one_sentence(client)
     assert statuses >= {200, 400, 404, 405}
 
 
-def test_a_wrong_upload_is_one_sentence(client, dataset, monkeypatch):
-    image = png(dataset.test.images[0, ..., 0])
+def test_a_wrong_upload_is_one_sentence(client, digits, monkeypatch):
+    image = png(digits.test.images[0, ..., 0])
     huge = io.BytesIO()
     Image.new("1", (12_000, 12_000)).save(huge, "PNG")
 

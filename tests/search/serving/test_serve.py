@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from random_runs import make_run
 
 from pols_jax import cli
 from pols_jax.metrics.thresholds import Rule
@@ -18,8 +19,6 @@ from pols_jax.search.index import update_index
 from pols_jax.search.pictures import find_pictures
 from pols_jax.search.searching import make_queries, search
 from pols_jax.search.serving import running
-from pols_jax.training.config import RunConfig
-from pols_jax.training.fitting import RunOptions, fit
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +135,7 @@ def pols(capsys):
 
 
 def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(
-    dataset, pols, run_dir, index_dir, pictures, tmp_path, monkeypatch
+    pols, run_dir, index_dir, pictures, tmp_path, monkeypatch
 ):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
@@ -145,9 +144,7 @@ def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(
             f"Port {port} of 127.0.0.1 cannot be used: Address already in use; choose another with --port"
             in error
         )
-    config = RunConfig(characters="0030-0039", width=0.2, loss="batch_cross_entropy", batch_size=64, steps=2)
-    fit(config, dataset, tmp_path / "other", options=RunOptions(quiet=True))
-    error = pols("serve", index_dir, "--run", tmp_path / "other", "--port", 0)
+    error = pols("serve", index_dir, "--run", make_run(tmp_path / "other"), "--port", 0)
     assert "holds features of another network" in error
     error = pols("serve", run_dir, index_dir, "--port", 0)
     assert "Name one run, or indexes" in error
