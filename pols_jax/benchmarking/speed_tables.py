@@ -12,6 +12,7 @@ from typing import Any
 from pols_jax.benchmarking.records import Record
 from pols_jax.benchmarking.settings import NORMALIZER_ROWS
 from pols_jax.benchmarking.timing import Measurement
+from pols_jax.errors import ConfigError, unknown_name
 from pols_jax.losses import LOSSES
 from pols_jax.tables import Column, Table
 
@@ -43,6 +44,9 @@ def speed_tables(record: Record) -> list[Table]:
     Returns:
       The tables of its benchmark.
 
+    Raises:
+      ConfigError: if ``pols bench`` has no such benchmark.
+
     Examples:
       >>> from pols_jax.tables import to_markdown
       >>> times = {"optax_cross_entropy": [2.0, 2.0], "batch_cross_entropy": [2.0, 2.2]}
@@ -63,14 +67,9 @@ def speed_tables(record: Record) -> list[Table]:
         "losses": _loss_tables,
         "metrics": _metric_tables,
         "networks": network_tables.network_tables,
-        "convolutions": network_tables.convolution_tables,
-        "large_k": _large_k_tables,
-        "head": _head_tables,
-        "stream": _stream_tables,
-        "training": _training_tables,
-        "startup": _startup_tables,
-        "search_index": _search_index_tables,
     }
+    if record.benchmark not in makers:
+        raise ConfigError(unknown_name("benchmark", record.benchmark, makers))
     return makers[record.benchmark](record)
 
 
@@ -156,8 +155,8 @@ def _network_table(record: Record, case: dict[str, Any]) -> Table:
         "one logit and normalizer of 1,024 rows, ms": lambda k: time_cell(
             find("one_logit_normalized", k), spread=True
         ),
-        "speed-up": lambda k: _times(ratio(find("all_logits", k), find("one_logit", k))),
-        "limit: all / backbone": lambda k: _times(ratio(find("all_logits", k), backbone)),
+        "speed-up": lambda k: times_cell(ratio(find("all_logits", k), find("one_logit", k))),
+        "limit: all / backbone": lambda k: times_cell(ratio(find("all_logits", k), backbone)),
         "head alone: all logits, ms": lambda k: time_cell(find("head_all_logits", k)),
         "head alone: one logit, ms": lambda k: time_cell(find("head_one_logit", k)),
         "of which an empty program takes, ms": lambda k: time_cell(record.find("empty_program", **case)),
@@ -167,7 +166,7 @@ def _network_table(record: Record, case: dict[str, Any]) -> Table:
             )
             for rows in NORMALIZER_ROWS
         },
-        "head alone: all logits / one logit and 1,024 rows": lambda k: _times(
+        "head alone: all logits / one logit and 1,024 rows": lambda k: times_cell(
             ratio(find("head_all_logits", k), find("head_one_logit_normalized_1024", k))
         ),
         "PyTorch F.linear, ms": lambda k: time_cell(find("torch_linear", k)),
@@ -176,7 +175,7 @@ def _network_table(record: Record, case: dict[str, Any]) -> Table:
         "images/s, one logit, each device": lambda k: images_per_second(k, 1),
         "not measured": missing,
         "paper: all logits, ms for 32": lambda k: str(PAPER_TABLE_3.get(case["network"], {}).get(k, "")),
-        "paper: speed-up": lambda k: _times(PAPER_SPEED_UPS.get(case["network"], {}).get(k)),
+        "paper: speed-up": lambda k: times_cell(PAPER_SPEED_UPS.get(case["network"], {}).get(k)),
     }
     rows = [[name, *(cell(k) for k in classes)] for name, cell in programs.items()]
     rows = [row for row in rows if any(row[1:])]
@@ -208,9 +207,9 @@ def _summary_table(record: Record, cases: Sequence[dict[str, Any]]) -> Table:
         cells = [
             _with_interval(one, backbone),
             f"{over_smallest:.3f}" if len(ones) > 1 else "",
-            *(_times(speed_up), _times(limit)),
+            *(times_cell(speed_up), times_cell(limit)),
             f"{speed_up / limit:.1%}" if speed_up and limit else "",
-            _times(ratio(peer, head)),
+            times_cell(ratio(peer, head)),
         ]
         rows.append([case["network"], str(case["batch_size"]), class_name(k), *cells])
     return Table("One logit against all of them", headings, rows)
@@ -256,142 +255,6 @@ def _metric_tables(record: Record) -> list[Table]:
     return [Table.of(title, columns, cases)]
 
 
-def _head_tables(record: Record) -> list[Table]:
-    def epoch_seconds(m: Measurement) -> float:
-        return int(m.case["num_images"]) / int(m.case["images_per_call"]) * m.median_ms / 1e3
-
-    words = {"whole": "the whole network", "head": "the output layer alone, on features"}
-    case = record.measurements[0].case
-    columns = [
-        Column("what is trained", lambda m: words[m.variant]),
-        Column("an epoch, s", epoch_seconds, "{:.3g}"),
-        Column("times faster", lambda m: epoch_seconds(record.measurements[0]) / epoch_seconds(m), "{:,.0f}"),
-    ]
-    title = f"{case['model']}, {case['num_images']} images of 224 x 224, {case['num_classes']:,} classes"
-    return [Table.of(title, columns, record.measurements)]
-
-
-def _startup_tables(record: Record) -> list[Table]:
-    words = {
-        "import_jax": "`import jax`",
-        "import_class_bank": "`import jax, pols_jax; pols_jax.ClassBank`",
-        "search_first_start": "`pols search`, one picture, first start",
-        "search_second_start": "`pols search`, one picture, second start",
-        "training_first_start": "`pols train`, to its first step, first start",
-        "training_second_start": "`pols train`, to its first step, second start",
-    }
-
-    def seconds(variant: str, checkout: str) -> float | None:
-        measured = record.find(variant, checkout=checkout)
-        return None if measured is None else measured.median_ms / 1e3
-
-    def gain(variant: str) -> float | None:
-        return ratio(record.find(variant, checkout="baseline"), record.find(variant, checkout="now"))
-
-    columns = [
-        Column("what", lambda variant: words[variant]),
-        Column("before, s", lambda variant: seconds(variant, "baseline"), "{:.2f}"),
-        Column("now, s", lambda variant: seconds(variant, "now"), "{:.2f}"),
-        Column("before / now", gain, "x{:.2f}"),
-    ]
-    return [Table.of("From the start of a process", columns, [name for name in words if record.find(name)])]
-
-
-def _large_k_tables(record: Record) -> list[Table]:
-    def measured(variant: str) -> list[Measurement]:
-        return [m for m in record.measurements if m.variant == variant]
-
-    def dense(linear: Measurement) -> Measurement | None:
-        case = {name: value for name, value in linear.case.items() if name != "temporary_bytes"}
-        return record.find("dense", **case)
-
-    def temporary(m: Measurement | None) -> float | None:
-        return None if m is None else int(m.case["temporary_bytes"]) / 1e6
-
-    k = Column("k", lambda m: class_name(int(m.case["num_classes"])))
-    losses = [
-        Column("loss", lambda m: m.case["loss"]),
-        Column("m", lambda m: m.case["num_examples"]),
-        Column("d", lambda m: m.case["num_features"]),
-        k,
-        Column("dense, ms", lambda m: time_cell(dense(m), spread=True)),
-        Column("linear, ms", lambda m: time_cell(m, spread=True)),
-        Column("linear / dense", lambda m: ratio(m, dense(m)), "{:.2f}"),
-        Column("dense: temporary memory", lambda m: temporary(dense(m)), "{:,.0f} MB"),
-        Column("linear: temporary memory", temporary, "{:,.0f} MB"),
-    ]
-    sampled, momentum = measured("sampled_step"), measured("momentum_step")
-    steps = [
-        k,
-        Column("ms", lambda m: time_cell(m, spread=True)),
-        Column("times the smallest k", lambda m: ratio(m, sampled[0]), "{:.2f}"),
-    ]
-    memory = "memory beyond parameters and momentum"
-    momentum_steps = [
-        k,
-        Column("ms", time_cell),
-        Column(memory, lambda m: int(m.case["bytes_beyond_state"]) / 1e9, "{:.2f} GB"),
-    ]
-    of_momentum = f"A step of momentum on the output layer with batch cross-entropy{_sizes(momentum)}"
-    return [
-        Table.of("Value and gradients of features, kernel and bias", losses, measured("linear")),
-        Table.of(f"A step of sampled NCE on the output layer{_sizes(sampled)}", steps, sampled),
-        Table.of(of_momentum, momentum_steps, momentum),
-    ]
-
-
-def _training_tables(record: Record) -> list[Table]:
-    by_hand = record.find("hand_written_scan")
-    columns = [
-        Column("", lambda m: m.variant.replace("_", " ")),
-        Column("steps per second", lambda m: 1e3 * int(m.case["steps"]) / m.median_ms, "{:,.0f}"),
-        Column("of the hand-written scan", lambda m: ratio(by_hand, m), "{:.2f}"),
-    ]
-    return [Table.of("Training the MLP on images that the device holds", columns, record.measurements)]
-
-
-def _search_index_tables(record: Record) -> list[Table]:
-    words = {
-        "read": "reading the features",
-        "query": "a query",
-        "open_and_query": "opening the index, and a query",
-        "query_8_classes": "a query for 8 classes",
-        "query_normalizer": "a query with a normalizer of 256 rows",
-        "query_float16": "a query of float16 features",
-    }
-    read = record.find("read")
-    columns = [
-        Column("", lambda m: words[m.variant]),
-        Column("ms", lambda m: time_cell(m, spread=True)),
-        Column("times reading", lambda m: ratio(m, read), "{:.2f}"),
-    ]
-    cases = [m.case for m in record.measurements[:1]]
-    sizes = [
-        f": {case['num_pictures']:,} pictures, {case['num_features']} float32 features" for case in cases
-    ]
-    return [Table.of("".join(["An index", *sizes]), columns, record.measurements)]
-
-
-def _stream_tables(record: Record) -> list[Table]:
-    def before(m: Measurement) -> Measurement | None:
-        return record.find("one worker", **m.case) or record.find("decoded in full", **m.case)
-
-    columns = [
-        Column("JPEGs of", lambda m: m.case["size"]),
-        Column("", lambda m: m.variant),
-        Column("pictures per second", lambda m: 1e3 * int(m.case["pictures"]) / m.median_ms, "{:,.3g}"),
-        Column("speed-up", lambda m: _times(ratio(before(m), m))),
-    ]
-    return [Table.of("Reading and decoding to 224 x 224", columns, record.measurements)]
-
-
-def _sizes(measurements: Sequence[Measurement]) -> str:
-    """The sizes that a step was measured with, as the end of a title."""
-    names = {"num_examples": "m = {}", "num_features": "d = {}", "num_noise": "{} noise classes"}
-    cases = [m.case for m in measurements[:1]]
-    return "".join(f", {form.format(case[n])}" for case in cases for n, form in names.items() if n in case)
-
-
 def time_cell(measurement: Measurement | None, *, spread: bool = False) -> str:
     """The median as a table shows it, with half the distance of the quartiles if asked; nothing if it was not measured."""
     if measurement is None:
@@ -412,5 +275,6 @@ def _with_interval(slower: Measurement | None, faster: Measurement | None) -> st
     return f"{ratio(slower, faster):.3f} ({low:.3f} to {high:.3f})"
 
 
-def _times(value: float | None) -> str:
+def times_cell(value: float | None) -> str:
+    """A ratio as a table shows it; nothing if it was not measured."""
     return "" if value is None else f"x{value:.2f}"

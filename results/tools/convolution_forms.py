@@ -12,9 +12,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from own_tables import tables_of
 
 from pols_jax.benchmarking.records import Record, Recorder, describe_environment
-from pols_jax.benchmarking.speed_tables import speed_tables
 from pols_jax.benchmarking.timing import Variant
 from pols_jax.models.convolution import convolve
 from pols_jax.tables import print_tables
@@ -91,7 +91,7 @@ def main() -> None:
                 for batch_size in BATCH_SIZES:
                     variants = layer_variants(layer, batch_size, train=train)
                     recorder.measure(variants, repetitions=REPETITIONS, warmup=1)
-    print_tables(speed_tables(recorder.record))
+    print_tables(tables_of(recorder.record))
 
 
 if __name__ == "__main__":

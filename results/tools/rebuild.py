@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import own_tables
 import results_figures
 import results_tables
 from matplotlib.figure import Figure
 
-from pols_jax.benchmarking import speed_figures, speed_tables
+from pols_jax.benchmarking import speed_figures
 from pols_jax.benchmarking.records import Record
 from pols_jax.errors import ConfigError
 from pols_jax.files import write_text
@@ -95,7 +96,7 @@ def tables(experiments: Experiments, benchmarks: Benchmarks) -> dict[str, Callab
     for name, study in results_tables.STUDIES.items():
         available[f"study_{name}"] = lambda study=study: results_tables.study_table(study, experiments)
     for name, record in benchmarks.items():
-        made = speed_tables.speed_tables(record)
+        made = own_tables.tables_of(record)
         available[name] = lambda made=made: to_markdown(made)
         available[f"{name}_summary"] = lambda made=made: made[-1].markdown()
     return available

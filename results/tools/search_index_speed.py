@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
+from own_tables import tables_of
 
 from pols_jax.benchmarking.records import Record, Recorder, describe_environment
-from pols_jax.benchmarking.speed_tables import speed_tables
 from pols_jax.benchmarking.timing import Variant, measure
 from pols_jax.normalizers import Fit, Normalizer
 from pols_jax.search.class_bank import ClassBank
@@ -145,7 +145,7 @@ def main() -> None:
         recorder.record.settings = {
             "anonymous_bytes": {"before_10_queries": before, "after": anonymous_bytes()}
         }
-    print_tables(speed_tables(recorder.record))
+    print_tables(tables_of(recorder.record))
 
 
 if __name__ == "__main__":

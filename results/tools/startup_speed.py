@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
+from own_tables import tables_of
 
 from pols_jax.benchmarking.records import Record, Recorder, describe_environment
-from pols_jax.benchmarking.speed_tables import speed_tables
 from pols_jax.benchmarking.timing import Measurement
 from pols_jax.tables import print_tables
 
@@ -106,7 +106,7 @@ def main() -> None:
                             record.measurements.append(found[key])
                         found[key].times_ms.append(round(ms, 1))
             recorder.save()
-    print_tables(speed_tables(record))
+    print_tables(tables_of(record))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from unittest import mock
 
 import jax
 import numpy as np
+from own_tables import tables_of
 from PIL import Image
 
 from pols_jax.benchmarking.records import Record, Recorder, describe_environment
-from pols_jax.benchmarking.speed_tables import speed_tables
 from pols_jax.benchmarking.timing import Variant, measure
 from pols_jax.data import StreamSplit, decode_image, images, stream_batches
 from pols_jax.tables import print_tables
@@ -100,7 +100,7 @@ def main() -> None:
         for variant in stream_variants(Path(folder)):
             measure([variant], repetitions=9, measurements=recorder.record.measurements)
         measure(decode_variants(), repetitions=9, measurements=recorder.record.measurements)
-    print_tables(speed_tables(recorder.record))
+    print_tables(tables_of(recorder.record))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from own_tables import tables_of
 
 from pols_jax.benchmarking.records import Record, Recorder, describe_environment
-from pols_jax.benchmarking.speed_tables import speed_tables
 from pols_jax.benchmarking.timing import Variant, measure
 from pols_jax.data import ArraySplit, Dataset, sample_batch
 from pols_jax.tables import print_tables
@@ -89,7 +89,7 @@ def main() -> None:
             measurements=recorder.record.measurements,
             after_round=recorder.save_now_and_then,
         )
-    print_tables(speed_tables(recorder.record))
+    print_tables(tables_of(recorder.record))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pols_jax.benchmarking.speed_tables import (
     speed_tables,
 )
 from pols_jax.benchmarking.timing import Measurement
+from pols_jax.errors import ConfigError
 from pols_jax.tables import print_tables, to_markdown
 
 CASE = {"network": "resnet50", "batch_size": 32, "num_devices": 1, "num_features": 2048}
@@ -101,6 +102,11 @@ def test_a_record_read_back_gives_the_same_tables(tmp_path):
     record = a_record()
     record.save(tmp_path / "speed.json")
     assert speed_tables(Record.load(tmp_path / "speed.json")) == speed_tables(record)
+
+
+def test_a_record_of_no_benchmark_of_ours_is_one_sentence():
+    with pytest.raises(ConfigError, match="There is no benchmark named 'loses'; did you mean losses"):
+        speed_tables(Record("loses", {}, {}))
 
 
 @pytest.mark.parametrize("benchmark", ["logits", "losses", "metrics"])
