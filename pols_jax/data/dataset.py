@@ -27,6 +27,8 @@ EncodedImage: TypeAlias = str | bytes
 DEFAULT_MAX_BYTES = 2 * 2**30
 """Data sets whose decoded images are larger are streamed: what a small accelerator can hold beside a network."""
 
+_LARGEST_SIDE = 4096
+
 
 class Batch(NamedTuple):
     """Examples that go through a network together.
@@ -203,7 +205,7 @@ def num_bytes(shape: Sequence[int]) -> int:
     return math.prod(map(int, shape))
 
 
-def check_image_size(image_size: int, *, smallest: int = 1, largest: int = 4096) -> None:
+def check_image_size(image_size: int, *, smallest: int = 1) -> None:
     """Raises unless pictures can have a height and width.
 
     Examples:
@@ -211,7 +213,7 @@ def check_image_size(image_size: int, *, smallest: int = 1, largest: int = 4096)
       Traceback (most recent call last):
       pols_jax.errors.DataError: The image size must be a whole number of pixels from 1 to 4096, got 0.
     """
-    if not isinstance(image_size, int | np.integer) or not smallest <= image_size <= largest:
+    if not isinstance(image_size, int | np.integer) or not smallest <= image_size <= _LARGEST_SIDE:
         raise DataError(
-            f"The image size must be a whole number of pixels from {smallest} to {largest}, got {image_size}."
+            f"The image size must be a whole number of pixels from {smallest} to {_LARGEST_SIDE}, got {image_size}."
         )

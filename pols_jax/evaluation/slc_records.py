@@ -205,13 +205,13 @@ def write_slc(run: Run, record: SlcRecord, arrays: dict[str, Any]) -> None:
     write_json(json_path, record.to_json())
 
 
-def read_slc(run: Run, *, split: str = "test") -> SlcRecord:
-    """Reads the record of an evaluated run.
+def read_slc(run: Run) -> SlcRecord:
+    """Reads the record of a run that was evaluated on its test split.
 
     Raises:
       RunError: if there is none, it cannot be used, or it was measured on another checkpoint.
     """
-    path, _ = slc_paths(run, split)
+    path, _ = slc_paths(run, "test")
     _check_there(run, path)
     record = read_record(SlcRecord, path)
     _check_checkpoint(run, path, record.checkpoint)
@@ -233,13 +233,13 @@ def _what_is_missing(record: SlcRecord) -> str | None:
     return None
 
 
-def read_class_arrays(run: Run, *, for_figures: bool = False, split: str = "test") -> dict[str, np.ndarray]:
+def read_class_arrays(run: Run, *, for_figures: bool = False) -> dict[str, np.ndarray]:
     """Reads the arrays of ``slc.npz``, by name; with ``for_figures`` there have to be curves and histograms.
 
     Raises:
       RunError: if there are none, they cannot be used, or were measured on another checkpoint.
     """
-    _, path = slc_paths(run, split)
+    _, path = slc_paths(run, "test")
     _check_there(run, path)
     arrays = read_arrays(path, _ARRAYS, classes=run.num_classes)
     checkpoint = arrays.pop("checkpoint", None)

@@ -27,33 +27,20 @@ Reference: Keren, Sabato and Schuller, *Fast Single-Class Classification and the
 Equation and section numbers below are that paper's.
 """
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pols_jax.errors import unknown_name
-from pols_jax.losses.checks import (
-    check_block_size,
-    check_labels,
-    check_logits_and_labels,
-    check_output_layer,
-    check_positive,
-)
-from pols_jax.losses.class_stats import ClassStats, DenseStats
+from pols_jax.losses.checks import check_positive
+from pols_jax.losses.feeding import Logits, checked, class_stats, class_stats_of_batch, without_padding
 from pols_jax.losses.global_batch import AxisName, GlobalBatch
-from pols_jax.losses.linear_logits import LinearLogits
-from pols_jax.losses.linear_stats import LinearStats
 from pols_jax.losses.noise import Noise
-
-Logits = Float[Array, "*batch classes"] | LinearLogits
-"""What a loss takes: an array of logits, or an output layer that stands for it."""
 
 Where = Bool[ArrayLike, "*batch"] | Float[ArrayLike, "*batch"] | Int[ArrayLike, "*batch"]
 """A mask or weights."""
@@ -79,7 +66,7 @@ def cross_entropy(logits: Logits, labels: Int[Array, "*batch"]) -> Float[Array, 
       >>> cross_entropy(jnp.array([[2.0, 1.0]]), jnp.array([0]))
       Array([0.3133], dtype=float32)
     """
-    true_logit, (peak, log_sum) = _class_stats(logits, labels).logsumexp()
+    true_logit, (peak, log_sum) = class_stats(logits, labels).logsumexp()
     return (peak - true_logit) + log_sum
 
 
@@ -106,7 +93,7 @@ def max_margin(
       Array([0.5, 0. ], dtype=float32)
     """
     check_positive("margin", margin)
-    true_logit, max_false_logit = _class_stats(logits, labels).max_false_logit()
+    true_logit, max_false_logit = class_stats(logits, labels).max_false_logit()
     return jax.nn.relu(margin - true_logit + max_false_logit)
 
 
@@ -133,7 +120,7 @@ def self_normalization(
       Array([0.8484], dtype=float32)
     """
     check_positive("alpha", alpha)
-    true_logit, (peak, log_sum) = _class_stats(logits, labels).logsumexp()
+    true_logit, (peak, log_sum) = class_stats(logits, labels).logsumexp()
     return (peak - true_logit) + log_sum + alpha * (peak + log_sum) ** 2
 
 
@@ -169,7 +156,7 @@ def noise_contrastive_estimation(
       >>> noise_contrastive_estimation(jnp.array([[2.0, 1.0]]), jnp.array([0]), num_noise=2)
       Array([3.5671], dtype=float32)
     """
-    stats = _class_stats(logits, labels)
+    stats = class_stats(logits, labels)
     noise = Noise.of(num_noise=num_noise, noise_probs=noise_probs, num_classes=stats.num_classes)
     true_score, softplus_sum = stats.noise_softplus_sum(noise)
     return jax.nn.softplus(-true_score) + softplus_sum
@@ -194,7 +181,7 @@ def binary_cross_entropy(logits: Logits, labels: Int[Array, "*batch"]) -> Float[
       >>> binary_cross_entropy(jnp.array([[2.0, 1.0]]), jnp.array([0]))
       Array([1.4402], dtype=float32)
     """
-    true_logit, softplus_sum = _class_stats(logits, labels).false_softplus_sum()
+    true_logit, softplus_sum = class_stats(logits, labels).false_softplus_sum()
     return jax.nn.softplus(-true_logit) + softplus_sum
 
 
@@ -232,7 +219,7 @@ def batch_cross_entropy(
       >>> batch_cross_entropy(jnp.array([[3.0, 0.0], [0.0, 3.0]]), jnp.array([0, 1]))
       Array(0.0486, dtype=float32)
     """
-    stats, batch = _class_stats_of_batch(logits, labels, where, axis_name)
+    stats, batch = class_stats_of_batch(logits, labels, where, axis_name)
     true_logit, parts = stats.logsumexp()
     peak, log_mean = batch.logmeanexp(parts)
     return batch.mean(peak - true_logit) + log_mean
@@ -269,7 +256,7 @@ def batch_max_margin(
       0.5
     """
     check_positive("margin", margin)
-    stats, batch = _class_stats_of_batch(logits, labels, where, axis_name)
+    stats, batch = class_stats_of_batch(logits, labels, where, axis_name)
     true_logit, max_false_logit = stats.max_false_logit()
     of_batch = jax.nn.relu(margin - batch.min(true_logit) + batch.max(max_false_logit))
     of_examples = jax.nn.relu(margin - true_logit + max_false_logit)
@@ -347,9 +334,9 @@ def make_loss(name: str, **hyperparameters: Any) -> MeanLoss:
     def mean_loss(logits, labels, *, where=None, axis_name=None):
         if is_batch_loss:
             return loss(logits, labels, where=where, axis_name=axis_name, **hyperparameters)
-        logits, labels = _check(logits, labels)
+        logits, labels = checked(logits, labels)
         batch = GlobalBatch.of(labels, where, axis_name)
-        return batch.mean(loss(*_without_padding(logits, labels, batch), **hyperparameters))
+        return batch.mean(loss(*without_padding(logits, labels, batch), **hyperparameters))
 
     return mean_loss
 
@@ -369,36 +356,8 @@ def is_correct(logits: Logits, labels: Int[Array, "*batch"]) -> Bool[Array, "*ba
       >>> is_correct(jnp.array([[2.0, 1.5], [4.0, 3.0]]), jnp.array([0, 1])).tolist()
       [True, False]
     """
-    true_logit, max_false_logit = _class_stats(logits, labels).max_false_logit()
+    true_logit, max_false_logit = class_stats(logits, labels).max_false_logit()
     return true_logit > max_false_logit
-
-
-def _class_stats(logits: Logits, labels) -> ClassStats:
-    logits, labels = _check(logits, labels)
-    return LinearStats(logits, labels) if isinstance(logits, LinearLogits) else DenseStats(logits, labels)
-
-
-def _class_stats_of_batch(logits: Logits, labels, where, axis_name) -> tuple[ClassStats, GlobalBatch]:
-    logits, labels = _check(logits, labels)
-    batch = GlobalBatch.of(labels, where, axis_name)
-    return _class_stats(*_without_padding(logits, labels, batch)), batch
-
-
-def _check(logits, labels) -> tuple[Logits, Int[Array, "*batch"]]:
-    if not isinstance(logits, LinearLogits):
-        return check_logits_and_labels(logits, labels)
-    features, kernel, bias = check_output_layer(logits.features, logits.kernel, logits.bias)
-    check_block_size(logits.block_size)
-    labels = check_labels(labels, features.shape, name="features")
-    return dataclasses.replace(logits, features=features, kernel=kernel, bias=bias), labels
-
-
-def _without_padding(logits: Logits, labels, batch: GlobalBatch):
-    """Replaces the rows that are not real by zeros, so that not even a NaN in them reaches a gradient."""
-    is_real, labels = batch.where[..., None], jnp.where(batch.where, labels, 0)
-    if isinstance(logits, LinearLogits):
-        return dataclasses.replace(logits, features=jnp.where(is_real, logits.features, 0.0)), labels
-    return jnp.where(is_real, logits, 0.0), labels
 
 
 def _check_hyperparameters(loss, given):
