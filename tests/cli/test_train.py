@@ -216,7 +216,7 @@ def test_sigterm_saves_exits_with_143_and_resume_needs_no_other_flags(tmp_path):
         "--steps",
         100_000,
         "--evaluate-every",
-        500,
+        100,
         "--run-dir",
         run_dir,
     )

@@ -40,7 +40,7 @@ def test_every_epoch_order_is_a_permutation(num_examples):
         np.testing.assert_array_equal(np.sort(order), np.arange(num_examples))
 
 
-@pytest.mark.parametrize("num_examples", [1, 2, 10, 1000, 4096, 60_000])
+@pytest.mark.parametrize("num_examples", [1, 10, 4096, 60_000])
 def test_device_and_host_compute_the_same_order(num_examples):
     positions = np.arange(num_examples)
     compute = jax.jit(
@@ -53,7 +53,7 @@ def test_device_and_host_compute_the_same_order(num_examples):
         np.testing.assert_array_equal(compute(seed, epoch), expected)
 
 
-@pytest.mark.parametrize("num_examples", [3, 5, 10, 16, 37])
+@pytest.mark.parametrize("num_examples", [3, 16, 37])
 def test_every_example_is_equally_likely_at_every_position(num_examples):
     trials = 4000
     orders = orders_of_epochs(num_examples, num_examples, seed=11, trials=trials)
@@ -64,7 +64,7 @@ def test_every_example_is_equally_likely_at_every_position(num_examples):
     assert scipy.stats.chi2.sf(statistic, (num_examples - 1) ** 2) > 1e-3
 
 
-@pytest.mark.parametrize("num_examples", [5, 10, 64])
+@pytest.mark.parametrize("num_examples", [5, 64])
 def test_the_successor_of_an_example_is_uniform_too(num_examples):
     orders = orders_of_epochs(2, num_examples, seed=3, trials=4000)
     gaps = (orders[:, 1] - orders[:, 0]) % num_examples
@@ -86,11 +86,12 @@ def test_an_epoch_shows_every_example_once(num_examples, batch_size):
     num_steps = steps_per_epoch(num_examples, batch_size)
     for epoch in range(2):
         batches = [draw(images, labels, epoch * num_steps + step) for step in range(num_steps)]
+        batches = [jax.tree.map(np.asarray, batch) for batch in batches]
         seen = np.concatenate([batch.labels[batch.where] for batch in batches])
         np.testing.assert_array_equal(np.sort(seen), np.arange(num_examples))
         for batch in batches:
             assert batch.images.shape == (batch_size, 8, 8, 1)
-            np.testing.assert_array_equal(batch.images, scale_pixels(images[batch.labels]))
+            np.testing.assert_array_equal(batch.images, scale_pixels(np.asarray(images)[batch.labels]))
 
 
 def test_padding_repeats_real_examples_so_that_batch_statistics_stay_sound():
@@ -147,8 +148,9 @@ def test_the_images_are_arguments_of_the_program_not_constants():
 
 def test_the_host_names_the_examples_that_the_device_draws():
     images, labels = make_split(50)
+    draw = jax.jit(functools.partial(sample_batch, seed=9, batch_size=8))
     for step in range(10):
-        expected = sample_batch(images, labels, step, seed=9, batch_size=8)
+        expected = draw(images, labels, step)
         hosts = [
             step_rows(50, step, seed=9, batch_size=8, process_index=i, process_count=2) for i in range(2)
         ]

@@ -9,7 +9,7 @@ import pytest
 from sklearn.metrics import average_precision_score
 
 from pols_jax.cli import main
-from pols_jax.data import ArraySplit, StreamSplit, load
+from pols_jax.data import ArraySplit, StreamSplit
 from pols_jax.errors import ConfigError, RunError, RunWarning
 from pols_jax.evaluation import normalizing
 from pols_jax.evaluation.figures import precision_recall
@@ -19,27 +19,22 @@ from pols_jax.evaluation.slc_records import read_class_arrays
 from pols_jax.evaluation.slc_tables import per_class_csv, slc_csv, slc_tables
 from pols_jax.heads import all_logits
 from pols_jax.search.class_bank import ClassBank
-from pols_jax.training.config import RunConfig
 from pols_jax.training.features import split_features
-from pols_jax.training.fitting import RunOptions, fit
 from pols_jax.training.run_normalizer import normalizer_path
 from pols_jax.training.runs import Run
 
 
 @pytest.fixture(scope="module")
-def dataset():
-    return load("glyphs", max_classes=40)
+def dataset(digits):
+    return digits
 
 
 @pytest.fixture(scope="module")
-def trained(dataset, tmp_path_factory):
+def trained(digits_experiment, tmp_path_factory):
     """A run as training leaves it."""
-    config = RunConfig(
-        max_classes=40, width=0.1, batch_size=64, steps=60, evaluate_every=60, loss="cross_entropy"
-    )
     directory = tmp_path_factory.mktemp("runs") / "run"
-    fit(config, dataset, directory, options=RunOptions(quiet=True))
-    return directory
+    evaluated = shutil.ignore_patterns("slc*", "*.npz")
+    return shutil.copytree(digits_experiment / "cross_entropy", directory, ignore=evaluated)
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +96,7 @@ def test_tables_figures_and_csv_show_the_three_scores_side_by_side(normalized):
 
 def test_with_as_many_rows_as_classes_the_record_has_the_all_logits_numbers(trained, dataset, tmp_path):
     directory = shutil.copytree(trained, tmp_path / "run")
-    normalize(directory, rows="40", dataset=dataset, quiet=True)
+    normalize(directory, rows="10", dataset=dataset, quiet=True)
     record = evaluate(directory, dataset=dataset, quiet=True)
     np.testing.assert_allclose(record.normalized.auprc, record.all_logits.auprc, atol=1e-6)
 
@@ -154,7 +149,7 @@ def test_an_affine_one_is_folded_into_the_row(trained, dataset, tmp_path):
 
 
 def test_choose_keeps_the_fewest_rows_that_are_nearly_the_best(trained, dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(normalizing, "LADDER", (0, 8, 40))
+    monkeypatch.setattr(normalizing, "LADDER", (0, 4, 10))
     directory = shutil.copytree(trained, tmp_path / "run")
     rungs = normalize(directory, rows="choose", dataset=dataset, quiet=True)
     assert len(rungs) == 4
@@ -213,9 +208,10 @@ def test_a_fit_that_is_stopped_leaves_the_run_as_it_was(trained, dataset, tmp_pa
 def test_too_few_pictures_for_the_rows_are_wrong_input(trained, dataset, tmp_path, monkeypatch):
     directory = shutil.copytree(trained, tmp_path / "run")
     few = ArraySplit(dataset.train.images[:2], dataset.train.labels[:2])
+    monkeypatch.setattr(normalizing, "_PASSES", 4)
     monkeypatch.setattr(Run, "check_dataset", lambda run, data: None)
     with pytest.raises(ConfigError, match="need at least as many features"):
-        normalize(directory, rows="30", dataset=dataclasses.replace(dataset, train=few), quiet=True)
+        normalize(directory, rows="9", dataset=dataclasses.replace(dataset, train=few), quiet=True)
 
 
 def test_streamed_pictures_are_cropped_at_random(trained, dataset, tmp_path, monkeypatch):

@@ -111,11 +111,11 @@ def test_the_published_network_has_its_number_of_parameters_and_features(case):
     name, options, image_shape, num_features, expected = PUBLISHED[case]
     model = Classifier(MODELS[name](**options), num_classes=1000)
     images = jax.ShapeDtypeStruct((2, *image_shape), jnp.float32)
-    variables = jax.eval_shape(model.init, jax.random.key(0), images)
+    logits, variables = jax.eval_shape(model.init_with_output, jax.random.key(0), images)
     assert num_parameters(variables) == expected
     assert variables["params"]["head"]["kernel"].shape == (1000, num_features)
     assert variables["params"]["head"]["bias"].shape == (1000,)
-    assert jax.eval_shape(model.apply, variables, images).shape == (2, 1000)
+    assert logits.shape == (2, 1000)
     features = jax.eval_shape(functools.partial(model.apply, method="features"), variables, images)
     assert features.shape == (2, num_features)
 

@@ -2,12 +2,9 @@
 
 import copy
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -15,6 +12,7 @@ import pytest
 import rebuild as rebuilding
 from rebuild import fill_in, read_records, rebuild
 
+from pols_jax import cli
 from pols_jax.benchmarking.speed_tables import ratio
 from pols_jax.cli import train
 from pols_jax.data import load
@@ -247,13 +245,7 @@ def test_a_records_command_with_fewer_steps_writes_a_record_of_the_same_form(nam
     except DataError as error:
         pytest.skip(f"the data of this record is not here: {error}")
     # The records were made when there was no normalizer.
-    process = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *flags, "--quiet", "--normalizer", "off"],
-        env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
+    assert cli.main(["train", *flags, "--quiet", "--normalizer", "off"]) == 0
     made, kept = json.loads((tmp_path / "record.json").read_text()), copy.deepcopy(EXPERIMENTS[name])
     for run in kept["runs"]:  # older records lack newer settings
         run["config"] = json.loads(json.dumps(RunConfig.from_json(run["config"]).to_json()))
