@@ -24,6 +24,7 @@ __all__ = [
     "ProgramError",
     "RunError",
     "RunWarning",
+    "WorkerError",
     "printable",
     "reason_of",
     "unknown_name",
@@ -90,6 +91,10 @@ class HostError(PolsError, RuntimeError):
 
 class ProgramError(PolsError, RuntimeError):
     """A compiled program does not do the work that it is timed for."""
+
+
+class WorkerError(PolsError, RuntimeError):
+    """A worker process that decodes pictures died; the message says how, and what to do."""
 
 
 class InterruptedRunError(PolsError, RuntimeError):

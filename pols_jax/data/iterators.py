@@ -4,16 +4,20 @@ A streamed batch is a pure function of (seed, step): workers compute whole batch
 alone, so any step can be the first one, and it does not matter which worker does it.
 """
 
+import atexit
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -23,12 +27,14 @@ from jaxtyping import Bool, Int, UInt8
 from pols_jax.data.dataset import ArraySplit, Batch, Split, StreamSplit, network_input, scale_pixels
 from pols_jax.data.images import decode_image
 from pols_jax.data.sampling import StepRows, rows_per_shard, step_rows
-from pols_jax.errors import DataWarning, ImageError
+from pols_jax.errors import DataWarning, ImageError, WorkerError
 
 _LAST_STEP = 2**31 - 1  # steps are int32 on the device
 _MAX_THREADS = 8
 
 T = TypeVar("T")
+
+_streams: weakref.WeakSet[Generator[Batch]] = weakref.WeakSet()
 
 
 def evaluation_batches(
@@ -94,7 +100,7 @@ def stream_batches(
       be decoded is masked, with a `DataWarning` that names it.
 
     Raises:
-      RuntimeError: if a worker process died.
+      WorkerError: if a worker process died.
 
     Examples:
       >>> import tempfile, PIL.Image
@@ -109,6 +115,24 @@ def stream_batches(
     plan = functools.partial(step_rows, len(split), seed=seed, **place)
     read = _BatchReader(split, plan, reads_padding=True)
     return _streamed(read, range(start_step, _LAST_STEP), num_workers)
+
+
+@contextlib.contextmanager
+def streams_closed() -> Iterator[None]:
+    """Closes, in the end, the streams that were opened meanwhile: their workers stop, and free what nobody read.
+
+    A stream that is left open is closed when the program ends.
+
+    Examples:
+      >>> split = StreamSplit(records=[("no.png", 0)], image_shape=(24, 24, 3))
+      >>> with streams_closed():
+      ...     batches = stream_batches(split, seed=0, batch_size=2)
+    """
+    before = set(_streams)
+    try:
+        yield
+    finally:
+        _close(set(_streams) - before)
 
 
 def prefetch_to_device(
@@ -196,9 +220,16 @@ def _exit_with_main_process() -> None:
 
 
 def _streamed(read: _BatchReader, steps: range, num_workers: int) -> Iterator[Batch]:
+    stream = _stream(read, steps, num_workers)
+    _streams.add(stream)
+    return stream
+
+
+def _stream(read: _BatchReader, steps: range, num_workers: int) -> Generator[Batch]:
     import grain  # here, because batches of arrays in memory need neither
     from absl import flags
 
+    _close_at_exit()
     # Pillow decodes, but does not resize, outside of the interpreter lock; each thread reads a batch of its own.
     num_threads = 1 if num_workers else min(_MAX_THREADS, os.cpu_count() or 1)
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=num_threads + 1)
@@ -209,12 +240,38 @@ def _streamed(read: _BatchReader, steps: range, num_workers: int) -> Iterator[Ba
         options = grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=2)
         batches = batches.mp_prefetch(options, worker_init_fn=_prepare_worker)
     reported: set[str] = set()
-    iterator: Any = iter(batches)
+    source: Any = iter(batches)
     try:
-        for images, labels, where, broken in iterator:
+        # Arrays of a worker are copied out of the memory that it shares, and dropped: JAX may keep a batch for long.
+        for images, labels, where, broken in map(_copied, source) if num_workers else source:
             for message in set(broken) - reported:
                 reported.add(message)
                 warnings.warn(f"{message} It is masked ({len(reported)} so far).", DataWarning, stacklevel=2)
             yield Batch(images=images, labels=labels, where=where)
+    except RuntimeError as error:
+        if died := re.search(r"terminated unexpectedly with exit code (-?\d+)", str(error)):
+            raise WorkerError(
+                f"A worker process that decodes pictures died (exit code {died[1]}), perhaps for want of memory; start again "
+                "to go on, with fewer --workers."
+            ) from error
+        raise
     finally:
-        iterator.close()
+        source.close()
+
+
+def _copied(batch: _DecodedBatch) -> _DecodedBatch:
+    return _DecodedBatch(*map(np.array, batch[:3]), broken=batch.broken)
+
+
+def _close(streams: Iterable[Generator[Batch]]) -> None:
+    for stream in streams:
+        stream.close()
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """Leaves no stream to the garbage collector of a program that ends.
+
+    Grain's modules are gone by then, and with them what would free the memory that workers share.
+    """
+    atexit.register(lambda: _close(set(_streams)))  # after grain's own: what comes last is done first

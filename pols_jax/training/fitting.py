@@ -15,6 +15,7 @@ import numpy as np
 
 from pols_jax import __version__
 from pols_jax.data import Dataset
+from pols_jax.data.iterators import streams_closed
 from pols_jax.errors import CheckpointError, ConfigError, InterruptedRunError, reason_of
 from pols_jax.files import check_space
 from pols_jax.settings import flag
@@ -146,6 +147,7 @@ class _Run:
             Progress(_title(self.config), self.config.steps, quiet=quiet) as progress,
             _tensorboard(self.run_dir, self.options.tensorboard and self.is_first_host) as board,
             peers_told(),
+            streams_closed(),
         ):
             self.checkpoints, self.progress, self.board = checkpoints, progress, board
             if self.trains_head:
