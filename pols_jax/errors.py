@@ -6,6 +6,7 @@ The message of each is one sentence that says what is wrong and what to do. The 
 
 import difflib
 import os
+import shlex
 import unicodedata
 from collections.abc import Iterable
 
@@ -27,6 +28,7 @@ __all__ = [
     "WorkerError",
     "printable",
     "reason_of",
+    "shell_word",
     "unknown_name",
 ]
 
@@ -170,6 +172,19 @@ def printable(name: str | os.PathLike) -> str:
       ('cat\\x1b[2J\\n.png', 'caf\\xe9.png')
     """
     return "".join(_escaped(character) for character in os.fsdecode(name))
+
+
+def shell_word(name: str | os.PathLike) -> str:
+    r"""Returns a name as a command that is shown can have it: pasted into a shell, it is that name again.
+
+    Examples:
+      >>> print(shell_word("runs/mine"), shell_word("my photos"), shell_word("it's\n"))
+      runs/mine 'my photos' $'it\'s\n'
+    """
+    text = os.fsdecode(name)
+    if printable(text) == text:
+        return shlex.quote(text)
+    return f"$'{printable(text.replace(chr(92), chr(92) * 2).replace(chr(39), chr(92) + chr(39)))}'"
 
 
 def _escaped(character: str) -> str:

@@ -68,9 +68,7 @@ def check_directory(path: str | Path | None) -> None:
     try:
         while not os.path.lexists(existing):
             existing = existing.parent
-        if not existing.is_dir():
-            raise ConfigError(f"{path} cannot be written to: {existing} is not a directory.")
-        why = _why_no_new_file(existing)
+        why = _why_no_new_file(existing) if existing.is_dir() else f"{existing} is not a directory"
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be written to: {reason_of(error)}.") from error
     if why:

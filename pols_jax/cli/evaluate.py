@@ -10,7 +10,8 @@ import tyro
 
 from pols_jax.cli.compiling import keep_compiled_programs
 from pols_jax.cli.flags import Page, parse
-from pols_jax.cli.running import announce
+from pols_jax.cli.loading import said_by_loaders
+from pols_jax.cli.running import announce, draws_bars
 from pols_jax.errors import RunError, unknown_name
 from pols_jax.files import check_directory, check_writable, write_json, write_text
 from pols_jax.settings import Count, check_settings
@@ -113,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "quiet": flags.quiet,
     }
     announce(f"measuring {len(run_dirs)} run(s) ...")
-    records = [evaluate(run_dir, **options) for run_dir in run_dirs]
+    with said_by_loaders(announce, draws_bars=draws_bars(quiet=flags.quiet)):
+        records = [evaluate(run_dir, **options) for run_dir in run_dirs]
     tables = [*slc_tables.slc_tables(records), *slc_tables.threshold_tables(records)]
     print_tables(tables)
     write_json(flags.json, [record.to_json() for record in records])

@@ -1,7 +1,6 @@
 """``pols export``: a trained network as files that JAX and NumPy can use without this package."""
 
 import dataclasses
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import tyro
 
 from pols_jax.cli.flags import Page, parse
 from pols_jax.cli.running import announce
-from pols_jax.errors import ConfigError
+from pols_jax.errors import ConfigError, shell_word
 
 __all__ = ["Flags", "main"]
 
@@ -68,6 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name:{width}}  {file.num_bytes:>14,} bytes")
     print(
         f"{manifest.num_classes:,} classes, {manifest.num_features:,} features, for {', '.join(manifest.platforms)}. "
-        f"Next: pols search {shlex.quote(str(flags.out))} PATH... --query NAME",
+        f"Next: pols search {shell_word(flags.out)} PATH... --query NAME",
         flush=True,
     )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import tyro
 from pols_jax.cli.compiling import keep_compiled_programs
 from pols_jax.cli.flags import Page, parse
 from pols_jax.cli.running import announce, listed_paths
-from pols_jax.errors import ConfigError, printable
+from pols_jax.errors import ConfigError, printable, shell_word
 
 __all__ = ["Flags", "main"]
 
@@ -75,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if is_index(flags.run_dir):
         if flags.paths or flags.out or not flags.export:
             raise ConfigError(
-                f"{flags.run_dir} is an index; name the run first: pols index RUN_DIR PATH... --out {flags.run_dir}."
+                f"{flags.run_dir} is an index; name the run first: pols index RUN_DIR PATH... --out {shell_word(flags.run_dir)}."
             )
         index = FeatureIndex.open(flags.run_dir)
         print(f"Exported {printable(export_index(index, ClassBank.open(index.run_dir), flags.run_dir))}.")
@@ -114,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if flags.export:
         print(f"Exported {printable(export_index(index, bank, flags.out))}.")
-    print(f"Next: pols search {printable(shlex.quote(str(flags.out)))} --query NAME")
+    print(f"Next: pols search {shell_word(flags.out)} --query NAME")
     return 1 if update.broken else 0
 
 

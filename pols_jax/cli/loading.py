@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,9 +76,12 @@ class _Handler(logging.Handler):
 
 def _progress_bar():
     from rich import progress
+    from rich.console import Console
 
     columns = progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
-    return progress.Progress(*columns, transient=True)
+    # Lines of a file or a pipe stay there; those of the same terminal stand above the bar.
+    options = {"transient": True, "redirect_stdout": sys.stdout.isatty()}
+    return progress.Progress(*columns, console=Console(stderr=True), **options)
 
 
 def check_start(experiment: Experiment, listing: "FolderListing", sizes: "PictureSizes") -> None:

@@ -10,7 +10,9 @@ import tyro
 
 from pols_jax.cli.compiling import keep_compiled_programs
 from pols_jax.cli.flags import Page, parse
-from pols_jax.cli.running import announce
+from pols_jax.cli.loading import said_by_loaders
+from pols_jax.cli.running import announce, draws_bars
+from pols_jax.errors import shell_word
 
 __all__ = ["Flags", "main"]
 
@@ -68,14 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Run.open(run_dir, use=flags.use)  # a run that cannot be used is found before the first one is fitted
     for run_dir in run_dirs:
         announce(f"fitting {run_dir} ...")
-        rungs = normalize(
-            run_dir,
-            rows=flags.rows,
-            data_dir=flags.data_dir,
-            seed=flags.seed,
-            use=flags.use,
-            quiet=flags.quiet,
-        )
+        with said_by_loaders(announce, draws_bars=draws_bars(quiet=flags.quiet)):
+            rungs = normalize(
+                run_dir,
+                rows=flags.rows,
+                data_dir=flags.data_dir,
+                seed=flags.seed,
+                use=flags.use,
+                quiet=flags.quiet,
+            )
         print(report(run_dir, rungs), flush=True)
 
 
@@ -94,5 +97,8 @@ def report(run_dir: Path, rungs: Sequence) -> str:
                 f"error {fit.error:.2f})"
             )
     return "\n".join(
-        [*lines, f"Kept: {rows_in_words(rungs[-1].normalizer.num_rows)}. Next: pols eval {run_dir}"]
+        [
+            *lines,
+            f"Kept: {rows_in_words(rungs[-1].normalizer.num_rows)}. Next: pols eval {shell_word(run_dir)}",
+        ]
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pols_jax.errors import DataWarning, Interrupted, PolsError, RunWarning, printable
 from pols_jax.signals import raised_signals
 
-__all__ = ["announce", "listed_paths", "run"]
+__all__ = ["announce", "draws_bars", "listed_paths", "run"]
 
 
 # What the system refuses, whatever the program does.
@@ -78,6 +78,11 @@ def announce(text: str) -> None:
     """Says on a terminal what is being done; standard output is for results, and a file needs no such lines."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
+
+
+def draws_bars(*, quiet: bool) -> bool:
+    """Whether bars of progress are drawn: on a terminal, beside results that may go elsewhere."""
+    return sys.stderr.isatty() and not quiet
 
 
 def listed_paths() -> Iterable[str]:

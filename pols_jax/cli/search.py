@@ -4,14 +4,15 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TextIO
 
 import tyro
 
 from pols_jax.cli.compiling import keep_compiled_programs
 from pols_jax.cli.flags import Page, parse
-from pols_jax.cli.running import announce, listed_paths
-from pols_jax.errors import ConfigError, RunError, printable
+from pols_jax.cli.loading import said_by_loaders
+from pols_jax.cli.running import announce, draws_bars, listed_paths
+from pols_jax.errors import ConfigError, RunError, printable, shell_word
 from pols_jax.files import check_writable, write_bytes, write_json
 
 if TYPE_CHECKING:
@@ -110,25 +111,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bank.row(query.class_id)  # a damaged row is found before the first picture
     pictures = iter(())
     if index is None:
-        pictures = named_pictures(
-            flags.paths, split=flags.split, bank=bank, lines=listed_paths(), data_dir=flags.data_dir
-        )
+        with said_by_loaders(announce, draws_bars=draws_bars(quiet=flags.quiet)):
+            pictures = named_pictures(
+                flags.paths, split=flags.split, bank=bank, lines=listed_paths(), data_dir=flags.data_dir
+            )
     for query in queries:
         print(
             f"{printable(query.name)}: {rule}, threshold {query.threshold.value:.3f} ({query.threshold.origin})",
             flush=True,
         )
 
+    line = _LiveLine(quiet=flags.quiet)
+
     def show(hit: Hit) -> None:
         if not flags.quiet:
-            print(hit, flush=True)
+            line.print(str(hit), sys.stdout)
 
     def warn(_: str, why: str) -> None:
-        print(f"skipped: {why}", file=sys.stderr)
+        line.print(f"skipped: {why}", sys.stderr)
 
     try:
         if index is None:
-            search(bank, queries, pictures, on_hit=show, on_skip=warn, findings=findings)
+            with line:
+                search(
+                    bank,
+                    queries,
+                    pictures,
+                    on_hit=show,
+                    on_skip=warn,
+                    on_progress=lambda findings: line.update(findings.summary()),
+                    findings=findings,
+                )
         else:
             findings = search_index(bank, queries, index, on_skip=warn)
     finally:  # after a signal as well: Ctrl-C is how a live feed ends
@@ -143,6 +156,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"Skipped {len(findings.skipped)} of {findings.num_pictures} pictures.", file=sys.stderr)
         print(findings.summary())
     return 1 if findings.skipped else 0
+
+
+class _LiveLine:
+    """A line on a terminal that says how far the search is; what is printed meanwhile stands above it."""
+
+    def __init__(self, *, quiet: bool):
+        from rich.console import Console
+        from rich.live import Live
+        from rich.spinner import Spinner
+
+        self._console, self._spinner = Console(stderr=True), Spinner("dots", "looking ...")
+        # Standard output stays what it is: a file or a pipe gets its hits.
+        line = Live(self._spinner, console=self._console, transient=True, redirect_stdout=False)
+        self._live = line if draws_bars(quiet=quiet) else None
+
+    def __enter__(self) -> "_LiveLine":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        if self._live:
+            self._live.stop()
+
+    def update(self, text: str) -> None:
+        self._spinner.update(text=text)
+
+    def print(self, text: str, file: TextIO) -> None:
+        if self._live and file.isatty():
+            self._console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
+        else:
+            print(text, file=file, flush=True)
 
 
 def _opened(flags: Flags) -> "tuple[ClassBank, FeatureIndex | None]":
@@ -172,7 +217,7 @@ def _opened(flags: Flags) -> "tuple[ClassBank, FeatureIndex | None]":
         if others:
             raise
         raise RunError(
-            f"{error} If the run of {indexes[0]} has moved: pols search RUN_DIR {indexes[0]}."
+            f"{error} If the run of {indexes[0]} has moved: pols search RUN_DIR {shell_word(indexes[0])}."
         ) from error
     index.check(bank)
     return bank, index

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if flags.index is not None and flags.folder is None:
         raise ConfigError("--index says where the index of a --folder is kept; name the folder.")
     if flags.folder is not None and not flags.folder.is_dir():
-        raise ConfigError(f"The folder to watch, {flags.folder}, is not there; create it, or name another.")
+        raise ConfigError(f"There is no folder {flags.folder} to watch; create it, or name another.")
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise ConfigError(
             f"pols serve needs {' and '.join(missing)}: install them with pip install 'pols-jax[serve]'."

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +13,8 @@ import tyro
 from pols_jax.cli.compiling import keep_compiled_programs
 from pols_jax.cli.flags import Page, given_flags, parse as parse_flags
 from pols_jax.cli.loading import FOLDER, check_start, load_data, said_by_loaders
-from pols_jax.errors import ConfigError, unknown_name
+from pols_jax.cli.running import draws_bars
+from pols_jax.errors import ConfigError, shell_word, unknown_name
 from pols_jax.files import check_writable
 from pols_jax.training.config import Experiment, RunOptions
 from pols_jax.training.presets import PRESETS
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pols_jax.training.hosts import joined
 
     with (
-        said_by_loaders(say, draws_bars=sys.stdout.isatty() and not flags.options.quiet),
+        said_by_loaders(say, draws_bars=draws_bars(quiet=flags.options.quiet)),
         joined(
             coordinator=flags.coordinator,
             num_processes=flags.num_processes,
@@ -235,19 +235,16 @@ def next_steps(run_dir: Path, runs: Sequence[Path], best: Path, class_name: str,
       >>> print(next_steps(Path("runs/a b"), [Path("runs/a b")], Path("runs/a b"), "digit one", True))
       Trained: 'runs/a b'
       Next:
-        pols search 'runs/a b' PATH --query 'digit one'     (your pictures; or --split test instead of PATH)
+        pols search 'runs/a b' --split test --query='digit one'  # or your own pictures: a folder for --split test
         pols eval 'runs/a b'
     """
-
-    def word(text: object) -> str:
-        return shlex.quote(str(text))
-
+    search = f"  pols search {shell_word(best)} --split test --query={shell_word(class_name)}"
     steps = [
-        f"  pols search {word(best)} PATH --query {word(class_name)}     (your pictures; or --split test instead of PATH)",
-        f"  pols eval {word(run_dir)}",
+        f"{search}  # or your own pictures: a folder for --split test",
+        f"  pols eval {shell_word(run_dir)}",
     ]
     steps = steps if are_evaluated else steps[::-1]
-    return "\n".join([f"Trained: {' '.join(map(word, runs))}", "Next:", *steps])
+    return "\n".join([f"Trained: {' '.join(map(shell_word, runs))}", "Next:", *steps])
 
 
 def print_presets() -> None:

@@ -98,11 +98,14 @@ def list_folder(path: str | Path) -> FolderListing:
     Examples:
       >>> list_folder("no/such/folder")
       Traceback (most recent call last):
-      pols_jax.errors.DataError: no/such/folder is not a directory.
+      pols_jax.errors.DataError: no/such/folder is not a directory, seen from the one that the program was started in.
     """
     root = os.path.expanduser(path)
+    if not str(root):
+        raise DataError("A folder of pictures needs a path, as in folder:photos.")
     if not os.path.isdir(root):
-        raise DataError(f"{printable(root)} is not a directory.")
+        where = "" if os.path.isabs(root) else ", seen from the one that the program was started in"
+        raise DataError(f"{printable(root)} is not a directory{where}.")
     left_out: list[str] = []
     there = [split for split in ("train", "test", "val") if os.path.isdir(os.path.join(root, split))]
     if not there:

@@ -145,7 +145,7 @@ def load_listing(
         validation=splits["validation"],
         test=splits["test"],
         provenance={
-            "path": printable(root),
+            "path": printable(os.path.abspath(root)),
             "split_rule": rule,
             "files": {split: len(files) for split, files in records.items()},
             "fingerprint": _fingerprint(root, records),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pols_jax.errors import ConfigError, RunError
+from pols_jax.errors import ConfigError, RunError, shell_word
 from pols_jax.files import write_arrays, write_json
 from pols_jax.losses import LOSSES
 from pols_jax.metrics.thresholds import DEFAULT_RULES
@@ -216,9 +216,13 @@ def read_slc(run: Run) -> SlcRecord:
     record = read_record(SlcRecord, path)
     _check_checkpoint(run, path, record.checkpoint)
     if (record.loss, record.num_classes) != (run.config.loss, run.num_classes):
-        raise RunError(f"{path} is not about this run; evaluate it again with pols eval {run.directory}.")
+        raise RunError(
+            f"{path} is not about this run; evaluate it again with pols eval {shell_word(run.directory)}."
+        )
     if why := _what_is_missing(record):
-        raise RunError(f"{path} cannot be used: {why}; evaluate it again with pols eval {run.directory}.")
+        raise RunError(
+            f"{path} cannot be used: {why}; evaluate it again with pols eval {shell_word(run.directory)}."
+        )
     return record
 
 
@@ -247,7 +251,7 @@ def read_class_arrays(run: Run, *, for_figures: bool = False) -> dict[str, np.nd
     missing = [name for name in _FOR_FIGURES if name not in arrays and not name.startswith("normalized")]
     if for_figures and missing:
         raise RunError(
-            f"{path} has no {missing[0]}; evaluate again with pols eval {run.directory} --figures DIR."
+            f"{path} has no {missing[0]}; evaluate again with pols eval {shell_word(run.directory)} --figures DIR."
         )
     if "bins" in arrays and len(arrays["bins"]) != len(arrays.get("true_histogram", ())) + 1:
         raise RunError(f"{path} cannot be used: bins and true_histogram do not fit.")
@@ -259,11 +263,13 @@ def read_class_arrays(run: Run, *, for_figures: bool = False) -> dict[str, np.nd
 def _check_there(run: Run, path: Path) -> None:
     if not path.exists():
         raise RunError(
-            f"The run in {run.directory} has no {path.name} yet; evaluate it with pols eval {run.directory}."
+            f"The run in {run.directory} has no {path.name} yet; evaluate it with pols eval {shell_word(run.directory)}."
         )
 
 
 def _check_checkpoint(run: Run, path: Path, checkpoint: str | None) -> None:
     if checkpoint != run.checkpoint:
         was = "an unknown checkpoint" if checkpoint is None else f"another checkpoint ({checkpoint})"
-        raise RunError(f"{path} was measured on {was}; evaluate again with pols eval {run.directory}.")
+        raise RunError(
+            f"{path} was measured on {was}; evaluate again with pols eval {shell_word(run.directory)}."
+        )

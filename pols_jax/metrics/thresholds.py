@@ -266,14 +266,13 @@ class Thresholds:
         checkpoint: str,
         num_classes: int,
         normalized: bool = False,
-        advice: str | None = None,
+        advice: str = "with pols eval, or give a number",
     ) -> "Thresholds":
         """Reads what `save` wrote; a `RunError` if there is nothing, or it is damaged or about another checkpoint.
 
-        It says how to get thresholds: with ``pols eval``, if there is no other ``advice``.
+        The ``advice`` says how to get thresholds.
         """
         path = thresholds_path(run_dir, normalized=normalized)
-        advice = advice or f"with pols eval {run_dir}, or give a number"
         if not path.exists():
             raise RunError(f"The run in {run_dir} has no thresholds yet; make them {advice}.")
         arrays = read_arrays(path, _ARRAYS)

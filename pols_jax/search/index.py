@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Float, Int
 
-from pols_jax.errors import ConfigError, FileError, RunError
+from pols_jax.errors import ConfigError, FileError, RunError, shell_word
 from pols_jax.files import write_bytes
 from pols_jax.normalizers import Normalizer
 from pols_jax.search.class_bank import ClassBank
@@ -148,7 +148,7 @@ class FeatureIndex:
         if (bank.checkpoint, bank.num_features) != (self.checkpoint, self.num_features):
             raise RunError(
                 f"{self.directories[0]} holds features of another network ({self.checkpoint} of {self.run_dir}), not of "
-                f"{bank.place} ({bank.checkpoint}); make another index with pols index {bank.place}."
+                f"{bank.place} ({bank.checkpoint}); make another index with pols index {shell_word(bank.place)}."
             )
 
     def verify(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pols_jax.data import scale_pixels
-from pols_jax.errors import ConfigError, RunError
+from pols_jax.errors import ConfigError, RunError, shell_word
 from pols_jax.heads import all_logits
 from pols_jax.metrics.thresholds import Thresholds
 from pols_jax.normalizers import Normalizer
@@ -188,12 +188,22 @@ class TrainedNetwork:
 
     def thresholds(self, normalizer: Normalizer | None) -> Thresholds:
         """What evaluation found on the validation split."""
-        return Thresholds.load(
-            self.run.directory,
-            checkpoint=score_id(self.run.checkpoint, normalizer),
-            num_classes=self.run.num_classes,
-            normalized=normalizer is not None,
-        )
+        run, measure = self.run, f"pols eval {shell_word(self.run.directory)} --use {self.run.use}"
+        try:
+            return Thresholds.load(
+                run.directory,
+                checkpoint=score_id(run.checkpoint, normalizer),
+                num_classes=run.num_classes,
+                normalized=normalizer is not None,
+                advice=f"with {measure}, or give a number",
+            )
+        except RunError as error:
+            if run.is_evaluated is not False:
+                raise
+            raise RunError(
+                f"The run in {run.directory} was evaluated, but not at step {run.step}; make thresholds for that with "
+                f"{measure}, or leave --use out to search with the step that was evaluated."
+            ) from error
 
     def features(self, images: Any) -> Float[np.ndarray, "images features"]:
         """Checks images, and lets the backbone look at them."""

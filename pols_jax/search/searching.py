@@ -167,6 +167,7 @@ def search(
     *,
     on_hit: Callable[[Hit], None] = lambda hit: None,
     on_skip: Callable[[str, str], None] = lambda name, why: None,
+    on_progress: Callable[[Findings], None] = lambda findings: None,
     findings: Findings | None = None,
 ) -> Findings:
     """Looks at pictures as they come, and reports those whose logit of an asked class passes its threshold.
@@ -177,6 +178,7 @@ def search(
       pictures: The pictures; the iterator may block, and need not end.
       on_hit: Is called with each hit as soon as it is found.
       on_skip: Is called with the name of a picture that cannot be decoded, and why.
+      on_progress: Is called with the findings whenever more pictures were looked at.
       findings: What is filled; whoever gives it can use what is there after an interrupt.
 
     Returns:
@@ -194,13 +196,13 @@ def search(
                 on_skip(name, str(pixels))
             else:
                 images.append((name, pixels))
-        if not images:
-            continue
-        logits = bank.logits(np.stack([pixels for _, pixels in images]), class_ids)
-        for i, j in np.argwhere(logits >= thresholds[None, :]).tolist():
-            hit = Hit(float(logits[i, j]), queries[j], images[i][0])
-            findings.add(hit, images[i][1])
-            on_hit(hit)
+        if images:
+            logits = bank.logits(np.stack([pixels for _, pixels in images]), class_ids)
+            for i, j in np.argwhere(logits >= thresholds[None, :]).tolist():
+                hit = Hit(float(logits[i, j]), queries[j], images[i][0])
+                findings.add(hit, images[i][1])
+                on_hit(hit)
+        on_progress(findings)
     return findings
 
 

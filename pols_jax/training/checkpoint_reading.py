@@ -21,7 +21,7 @@ import numpy as np
 import tensorstore
 from jaxtyping import Float
 
-from pols_jax.errors import CheckpointError, ConfigError, PolsError, reason_of
+from pols_jax.errors import CheckpointError, ConfigError, PolsError, reason_of, shell_word
 from pols_jax.training.config import RunConfig
 
 HEAD = ("params.head.kernel", "params.head.bias")
@@ -63,7 +63,8 @@ class StoredCheckpoint:
 
     def __init__(self, run_dir: str | Path, step: int):
         self.run_dir, self.step = Path(run_dir), step
-        self.folder = self.run_dir.absolute() / "checkpoints" / str(step)
+        # Tensorstore takes no path with ".." in it.
+        self.folder = self.run_dir.resolve() / "checkpoints" / str(step)
 
     def looks_complete(self) -> bool:
         """Whether everything is there that a checkpoint consists of; its contents are not looked at."""
@@ -281,7 +282,7 @@ def advised(run_dir: str | Path, advice: str | None = None) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        train = f"To train again from the checkpoint before it: pols train --run-dir {run_dir} --resume."
+        train = f"To train again from the checkpoint before it: pols train --run-dir {shell_word(run_dir)} --resume."
         raise CheckpointError(f"{error} {advice or train}") from error
 
 

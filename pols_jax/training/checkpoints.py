@@ -68,7 +68,7 @@ class Checkpoints:
 
     def __init__(self, run_dir: str | Path, *, keep: int = 2):
         self.run_dir = Path(run_dir)
-        self.directory = self.run_dir.absolute() / "checkpoints"
+        self.directory = self.run_dir.resolve() / "checkpoints"
         self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
         self._being_written: int | None = None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 
 from pols_jax.data import Dataset
-from pols_jax.errors import DivergenceError
+from pols_jax.errors import ConfigError, DivergenceError
 from pols_jax.files import write_json
 from pols_jax.signals import noted_signals
 from pols_jax.training.checkpoints import newest_step
@@ -77,6 +77,7 @@ def run_experiment(
     if start is not None:
         experiment = start.settled(experiment)
     check_same_settings(shared_settings(experiment, dataset, run_dir, options))
+    _check_home(run_dir, has_several=len(experiment.runs()) > 1)
     _check_folders(run_folders(experiment, run_dir), dataset)
     with locked(run_dir):
         if start is not None and jax.process_index() == 0:
@@ -144,6 +145,21 @@ def _saved_or_first(runs: Sequence[RunConfig], folder: Path) -> RunConfig:
     if saved is None:
         return candidates[0]
     return min(candidates, key=lambda run: len(run.differences(saved.config)))
+
+
+def _check_home(run_dir: Path, *, has_several: bool) -> None:
+    """Raises if the directory holds something that the runs would hide, or that would hide them."""
+    others = {
+        "adopted.json": "an adopted network",
+        "export.json": "an export",
+        "feature_index.json": "an index",
+    }
+    others["config.json" if has_several else "experiment.json"] = (
+        "a run, and cannot hold several" if has_several else "several runs, and cannot be one itself"
+    )
+    for file, what in others.items():
+        if (run_dir / file).exists():
+            raise ConfigError(f"{run_dir} holds {what}; name another --run-dir.")
 
 
 def _check_folders(folders: Mapping[Path, RunConfig], dataset: Dataset) -> None:

@@ -40,16 +40,14 @@ def write_normalizer(run_dir: Path, normalizer: Normalizer, *, checkpoint: str) 
     write_arrays(normalizer_path(run_dir), arrays)
 
 
-def read_normalizer(
-    run_dir: Path, *, checkpoint: str, num_features: int, advice: str | None = None
-) -> Normalizer | None:
+def read_normalizer(run_dir: Path, *, checkpoint: str, num_features: int, advice: str) -> Normalizer | None:
     """Reads the normalizer of a checkpoint; None if there is none. That of another checkpoint is not used, with a warning.
 
     Args:
       run_dir: The run directory.
       checkpoint: What identifies the checkpoint.
       num_features: The width of its output layer.
-      advice: What to do about a file that cannot be used; fitting another one if None.
+      advice: What to do about a file that cannot be used.
 
     Raises:
       RunError: if the file is damaged.
@@ -57,7 +55,6 @@ def read_normalizer(
     path = normalizer_path(run_dir)
     if not path.exists():
         return None
-    advice = advice or f"fit another one with pols normalize {run_dir}, or delete it"
     try:
         arrays = read_arrays(path, _ARRAYS, features=num_features)
     except RunError as error:

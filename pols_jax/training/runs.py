@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pols_jax.data import Dataset, load
-from pols_jax.errors import CheckpointError, RunError
+from pols_jax.errors import CheckpointError, RunError, shell_word
 from pols_jax.losses import LOSSES
 from pols_jax.models import Classifier
 from pols_jax.normalizers import Normalizer
@@ -86,7 +87,7 @@ class Run:
         if step < info.config.steps and not (records and ended_early(records[-1], step)):
             raise RunError(
                 f"The run in {directory} is not finished: step {step} of {info.config.steps}. "
-                f"Go on with pols train --run-dir {directory} --resume."
+                f"Go on with pols train --run-dir {shell_word(directory)} --resume."
             )
         checkpoint = StoredCheckpoint(directory, step)
         with advised(directory):
@@ -96,6 +97,17 @@ class Run:
             is_evaluated = use is None and checkpoint.identity == _evaluated_checkpoint(directory)
             checkpoint = checkpoint if is_evaluated else best
         return cls(directory, info, checkpoint.step, checkpoint.identity, step)
+
+    @property
+    def use(self) -> str:
+        """Which of its checkpoints this is, as ``--use`` has it."""
+        return "last" if self.step == self.last_step else "best"
+
+    @property
+    def is_evaluated(self) -> bool | None:
+        """Whether it was this checkpoint that was evaluated last; None if none was."""
+        evaluated = _evaluated_checkpoint(self.directory)
+        return None if evaluated is None else evaluated == self.checkpoint
 
     @property
     def config(self) -> RunConfig:
@@ -126,7 +138,13 @@ class Run:
     def normalizer(self) -> Normalizer | None:
         """What is subtracted from its logits; None if none was fitted to this checkpoint."""
         num_features = self._shapes["params"]["head"]["kernel"].shape[1]
-        return read_normalizer(self.directory, checkpoint=self.checkpoint, num_features=num_features)
+        again = f"pols normalize {shell_word(self.directory)} --use {self.use}"
+        return read_normalizer(
+            self.directory,
+            checkpoint=self.checkpoint,
+            num_features=num_features,
+            advice=f"fit another one with {again}, or delete it",
+        )
 
     def restore_backbone(self) -> Any:
         """Reads the variables of the backbone, and neither the output layer nor the optimizer's state."""
@@ -165,11 +183,14 @@ class Run:
           RunError: if it is no longer the data that the run was trained on.
         """
         options = self.config.options() | ({"data_dir": data_dir} if data_dir is not None else {})
-        if self.config.dataset.startswith(
-            "folder:"
-        ):  # decoded as the network saw it, whatever the rule is now
+        name = self.config.dataset
+        if name.startswith("folder:"):
+            # Decoded as the network saw it, whatever the rule is now; and found from anywhere.
             options |= {"image_size": self.image_shape[0], "channels": self.image_shape[2]}
-        dataset = load(self.config.dataset, **options)
+            then = str((self.info.data or {}).get("path", ""))
+            if not os.path.isdir(os.path.expanduser(name.removeprefix("folder:"))) and os.path.isdir(then):
+                name = f"folder:{then}"
+        dataset = load(name, **options)
         self.check_dataset(dataset)
         return dataset
 
@@ -236,7 +257,7 @@ def _runs_in(path: Path) -> list[Path]:
         if experiment is not None and experiment.is_sweep() and experiment.sweep_steps is None:
             raise RunError(
                 f"{path} holds a sweep without sweep.json, which says what was chosen; go on with pols train --run-dir "
-                f"{path} --resume."
+                f"{shell_word(path)} --resume."
             )
         runs = [config.parent for config in sorted(path.glob("*/config.json"))]
     infos = {run: info for run in runs if (info := read_run_info(run))}

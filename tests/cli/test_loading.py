@@ -26,7 +26,7 @@ def test_a_terminal_gets_a_bar_and_a_quiet_run_nothing(capsys, monkeypatch):
     with said_by_loaders(said.append, draws_bars=True):
         list(counted(range(3), "Reading", 3))
     assert said == ["Reading 3 pictures ..."]
-    assert "3/3" in capsys.readouterr().out
+    assert "3/3" in capsys.readouterr().err
     with said_by_loaders(lambda text: None):
         list(counted(range(3), "Reading", 3))
     assert capsys.readouterr().out == ""

@@ -123,7 +123,7 @@ def test_flags_are_read_without_jax():
         ("search nowhere photos --query cat --sheets a.png", "did you mean --sheet"),
         ("serve", "Say what to serve: pols serve RUN --folder FOLDER, or pols serve INDEX."),
         ("serve nowhere --port 0", "There is no run in nowhere; train one with pols train."),
-        ("serve nowhere --folder missing", "The folder to watch, missing, is not there"),
+        ("serve nowhere --folder missing", "There is no folder missing to watch"),
         ("serve nowhere --index here", "--index says where the index of a --folder is kept"),
         ("serve nowhere --port 65536", "--port must be at most 65,535, got 65536."),
         ("serve nowhere --host 192.0.2.1", "Port 8000 of 192.0.2.1 cannot be used: "),

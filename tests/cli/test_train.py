@@ -101,8 +101,8 @@ def final_params(run_dir, optimizer="adam"):
         ("--dataset cifar10 --data-dir nowhere", "cifar10"),
         ("--augment crops", "There is no augmentation named 'crops'; did you mean crop or crop-flip"),
         ("--workers -1", "--workers must not be negative, got -1"),
-        ("--dataset folder:nowhere", "nowhere is not a directory."),
-        ("--preset photos", "PATH is not a directory."),
+        ("--dataset folder:nowhere", "nowhere is not a directory, seen from"),
+        ("--preset photos", "PATH is not a directory, seen from"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2_and_writes_nothing(

@@ -9,6 +9,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 from sklearn.metrics import average_precision_score, precision_recall_curve
 
 from pols_jax import principle
@@ -242,6 +243,21 @@ def test_data_that_is_gone_or_has_changed_is_an_error(experiment, tmp_path, data
     gone = dataclasses.replace(run, info=dataclasses.replace(run.info, config=config, dataset=config.dataset))
     with pytest.raises(DataError, match="is not a directory"):
         gone.load_dataset()
+
+
+def test_a_folder_is_found_from_another_directory(experiment, tmp_path, monkeypatch):
+    for name in ("train/a", "train/b", "test/a", "test/b"):
+        (tmp_path / "there" / name).mkdir(parents=True)
+        for i in range(2):
+            Image.new("RGB", (8, 8), (9 * i, 0, len(name))).save(tmp_path / "there" / name / f"{i}.png")
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig(dataset="folder:there", steps=40, image_size=8)
+    dataset, run = load(config.dataset, **config.options()), Run.open(copied_run(experiment, tmp_path))
+    info = dataclasses.replace(run.info, config=config, image_shape=(8, 8, 3), data=dataset.provenance)
+    monkeypatch.setattr(Run, "class_names", ("a", "b"))
+    monkeypatch.chdir("/")
+    moved = dataclasses.replace(run, info=info).load_dataset()
+    assert moved.is_the_data_of(dataset.provenance)
 
 
 # Files of a run that are damaged, swapped, or about something else.

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from pols_jax.data import load
-from pols_jax.errors import RunWarning
+from pols_jax.errors import RunError, RunWarning
 from pols_jax.evaluation.measuring import evaluate
 from pols_jax.evaluation.normalizing import normalize
 from pols_jax.evaluation.slc_tables import slc_tables
@@ -57,7 +57,12 @@ def test_search_uses_the_checkpoint_that_was_evaluated(run_dir, digits):
     bank = ClassBank.open(run_dir)
     assert bank.run.step == 12
     assert bank.threshold(3).value is not None
-    assert ClassBank.open(run_dir, use="best").run.step == 9
+    other = ClassBank.open(run_dir, use="best")
+    assert other.run.step == 9
+    with pytest.raises(
+        RunError, match=r"not at step 9; make .* with pols eval \S*run --use best, or leave --use out"
+    ):
+        other.threshold(3)
     normalize(run_dir, rows="affine", dataset=digits, quiet=True)  # fitted to the best
     with pytest.warns(RunWarning, match="belongs to another checkpoint"):
         assert ClassBank.open(run_dir).normalizer is None

@@ -13,6 +13,7 @@ import pytest
 from pols_jax.data import load
 from pols_jax.errors import CheckpointError, ConfigError, InterruptedRunError
 from pols_jax.training import experiments, fitting
+from pols_jax.training.checkpoint_reading import HeadRows
 from pols_jax.training.checkpoints import Checkpoints, newest_step
 from pols_jax.training.config import Experiment, RunConfig
 from pols_jax.training.experiments import run_experiment
@@ -163,6 +164,27 @@ def test_a_config_of_another_run_beside_the_checkpoints_is_an_error(quick_run, t
     (run_dir / "config.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="checkpoint 12 of another config: --seed 3 instead of 0"):
         Run.open(run_dir)
+
+
+def test_a_run_is_found_by_a_path_with_dots_in_it(quick_run, digits):
+    roundabout = quick_run / "checkpoints" / ".." / ".." / quick_run.name  # tensorstore takes no such path
+    assert HeadRows(roundabout).shape == (10, 4)
+    assert fit(CONFIG, digits, roundabout, options=OPTIONS).status == "finished"
+
+
+def test_runs_are_not_put_where_they_would_hide_others(quick_run, digits, tmp_path):
+    with pytest.raises(
+        ConfigError, match="quick holds a run, and cannot hold several; name another --run-dir"
+    ):
+        run_experiment(two_losses(), digits, quick_run, options=OPTIONS)
+    assert not (quick_run / "experiment.json").exists()
+    run_experiment(two_losses(), digits, tmp_path / "both", options=OPTIONS)
+    with pytest.raises(ConfigError, match="both holds several runs, and cannot be one itself"):
+        run_experiment(Experiment.of_run(CONFIG), digits, tmp_path / "both", options=OPTIONS)
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / "feature_index.json").touch()
+    with pytest.raises(ConfigError, match="index holds an index"):
+        run_experiment(Experiment.of_run(CONFIG), digits, tmp_path / "index", options=OPTIONS)
 
 
 def test_a_quick_run_whose_metrics_are_gone_is_measured_again(quick_run, digits, tmp_path):
