@@ -48,16 +48,23 @@ def check_writable(*paths: str | Path | None) -> None:
     """Raises unless every file can be written. Writes nothing.
 
     Raises:
-      ConfigError: if a file is a directory, its directory does not exist, or it cannot be written.
+      ConfigError: if a file is a directory, its directory does not exist, it cannot be written, or it is named twice.
 
     Examples:
       >>> check_writable(Path("no/such/directory/table.md"))
       Traceback (most recent call last):
       pols_jax.errors.ConfigError: no/such/directory/table.md cannot be written: no/such/directory is not a directory.
     """
+    targets: set[Path] = set()
     for path in paths:
-        if path is not None and (why := _why_not_writable(Path(path))):
+        if path is None:
+            continue
+        if why := _why_not_writable(Path(path)):
             raise ConfigError(f"{path} cannot be written: {why}.")
+        target = _replaceable(Path(path))
+        if target in targets:
+            raise ConfigError(f"{path} is to be written twice; name a file of its own for each.")
+        targets |= {target} - {None}  # a device takes everything
 
 
 def check_directory(path: str | Path | None) -> None:

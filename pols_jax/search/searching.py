@@ -143,8 +143,12 @@ class Findings:
 
 def check_sheet(path: Path | None) -> None:
     """Raises a `ConfigError` unless a file, if one is wanted, has the suffix of an image that can be written."""
-    if path is not None and Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
-        raise ConfigError(f"The sheet {path} must be an image, such as {path.stem}.png.")
+    if path is None:
+        return
+    try:  # Pillow knows suffixes of formats that it cannot write, or not in color
+        encoded_sheet(Image.new("RGB", (64, 64)), path)
+    except Exception as error:
+        raise ConfigError(f"The sheet {path} must be an image, such as {path.stem or 'hits'}.png.") from error
 
 
 def encoded_sheet(sheet: Image.Image, path: Path) -> bytes:

@@ -337,6 +337,11 @@ def test_a_signal_ends_a_search_that_writes_what_it_found(
         (["{empty}", "{pictures}", "--query", "digit one"], "There is no run in"),
         (["{run}", "{pictures}", "--query", "digit one", "--split", "test"], "Give either PATHs or --split"),
         (["{run}", "{pictures}", "--query", "digit one", "--sheet", "{empty}/hits.txt"], "must be an image"),
+        (["{run}", "{pictures}", "--query", "digit one", "--sheet", "{empty}/hits.xbm"], "must be an image"),
+        (
+            ["{run}", "{pictures}", "--query", "1", "--sheet", "{empty}/a.png", "--json", "{empty}/./a.png"],
+            "to be written twice",
+        ),
         (
             ["{run}", "{pictures}", "--query", "digit one", "--json", "{empty}/no/hits.json"],
             "is not a directory",
