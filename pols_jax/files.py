@@ -64,7 +64,8 @@ def check_writable(*paths: str | Path | None) -> None:
         target = _replaceable(Path(path))
         if target in targets:
             raise ConfigError(f"{path} is to be written twice; name a file of its own for each.")
-        targets |= {target} - {None}  # a device takes everything
+        if target is not None:  # a device takes everything
+            targets.add(target)
 
 
 def check_directory(path: str | Path | None) -> None:

@@ -187,12 +187,11 @@ def test_train_says_what_it_does_and_its_next_commands_work(pols, tmp_path, monk
     )
     assert lines[4].endswith("compiling ...")
     (run,) = (tmp_path / "runs").iterdir()
-    commands = [shlex.split(line.partition("   (")[0]) for line in lines if line.startswith("  pols ")]
+    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("  pols ")]
     assert [command[:3] for command in commands] == [
         ["pols", verb, f"runs/{run.name}"] for verb in ("search", "eval")
     ]
-    words = [word for word in commands[0][1:] if word != "PATH"]
-    code, out, _ = pols(*words, "--split", "test", "--threshold", "-1e9")
+    code, out, _ = pols(*commands[0][1:], "--threshold", "-1e9")
     assert code == 0
     assert "6 hits in 6 pictures" in out
     # The directory of an experiment stands for its only run.

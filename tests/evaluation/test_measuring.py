@@ -253,7 +253,8 @@ def test_a_folder_is_found_from_another_directory(experiment, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     config = RunConfig(dataset="folder:there", steps=40, image_size=8)
     dataset, run = load(config.dataset, **config.options()), Run.open(copied_run(experiment, tmp_path))
-    info = dataclasses.replace(run.info, config=config, image_shape=(8, 8, 3), data=dataset.provenance)
+    data = {"dataset": config.dataset, "data": dataset.provenance, "num_classes": 2, "image_shape": (8, 8, 3)}
+    info = dataclasses.replace(run.info, config=config, **data)
     monkeypatch.setattr(Run, "class_names", ("a", "b"))
     monkeypatch.chdir("/")
     moved = dataclasses.replace(run, info=info).load_dataset()
