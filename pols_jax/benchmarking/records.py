@@ -32,8 +32,8 @@ class Record:
     """The record of one run of a benchmark.
 
     Attributes:
-      benchmark: Which one: logits, losses, metrics, networks, convolutions, large_k, training, startup, search_index,
-        stream or head.
+      benchmark: Which one: logits, losses, metrics, networks, convolutions, large_k, large_k_training, training, startup,
+        search_index, stream or head.
       settings: What was asked for.
       environment: Command, versions, device, host and commit, see `describe_environment`.
       measurements: What was measured so far.

@@ -307,10 +307,12 @@ def loss_of_touched(
     *,
     sampler: Sampler,
     num_noise: int,
+    num_drawn: int | None = None,
 ) -> Float[Array, " batch"]:
     """Computes `sampled_noise_contrastive_estimation` from the rows of the touched classes alone.
 
     A class that is true for several examples, or drawn several times, or both, has one row, and one sum of its gradients.
+    The exact loss of t noise classes can be had from fewer draws s on average: each then counts t / s times.
 
     Args:
       features: Features, shape ``[m, d]``.
@@ -318,7 +320,8 @@ def loss_of_touched(
       bias: Their biases, shape ``[u]``.
       touched: Which classes they are; ``true`` may be that of a part of the batch.
       sampler: What drew the noise classes.
-      num_noise: How many were drawn.
+      num_noise: The number of noise classes of the loss, t.
+      num_drawn: How many were drawn, s; None if t.
 
     Returns:
       One loss per example, shape ``[m]``.
@@ -336,7 +339,8 @@ def loss_of_touched(
     shifts = bias.astype(dtype) - log_counts.astype(dtype)
     scores = _sum_of_products("md,ud->mu", features, kernel, dtype) + shifts[None, :]
     true_scores = jnp.take_along_axis(scores, touched.true[:, None], axis=1)[:, 0]
-    return _equation(true_scores, scores, touched.repetitions)
+    counts = touched.repetitions.astype(dtype) * (num_noise / (num_drawn or num_noise))
+    return _equation(true_scores, scores, counts)
 
 
 class _Rows(NamedTuple):
@@ -369,11 +373,11 @@ def _loss_of_rows(features, rows: _Rows, classes, sampler: Sampler, num_noise: i
     return _equation(true_scores, noise_scores)
 
 
-def _equation(true_scores, noise_scores, repetitions=None):
-    """The loss of each example; a noise class counts as often as it was drawn."""
+def _equation(true_scores, noise_scores, counts=None):
+    """The loss of each example; noise classes count once, or as often as is said."""
     noise_terms = jax.nn.softplus(noise_scores)
-    if repetitions is not None:
-        noise_terms = noise_terms * repetitions[None, :].astype(noise_terms.dtype)
+    if counts is not None:
+        noise_terms = noise_terms * counts[None, :]
     return jax.nn.softplus(-true_scores) + jnp.sum(noise_terms, axis=1)
 
 

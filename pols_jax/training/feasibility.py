@@ -24,11 +24,8 @@ def check_feasible(config: RunConfig, dataset: Dataset) -> None:
     Compiles and allocates nothing.
     """
     train = dataset.train
-    if config.head == "sampled" and (config.num_noise or 1) > dataset.num_classes:
-        raise ConfigError(
-            f"--num-noise {config.num_noise} draws more classes than the {dataset.num_classes:,} of {dataset.name}; draw "
-            "fewer, or take all of them with --head blockwise."
-        )
+    if config.head == "sampled":
+        _check_drawn(config, dataset)
     if config.feature_passes and find_augmentation(config.augment, dataset) is None:
         raise ConfigError(f"--feature-passes: the training images of {dataset.name} are not augmented.")
     check_shape(
@@ -38,6 +35,15 @@ def check_feasible(config: RunConfig, dataset: Dataset) -> None:
         image_shape=dataset.image_shape,
         resident_bytes=train.images.nbytes if isinstance(train, ArraySplit) else 0,
     )
+
+
+def _check_drawn(config: RunConfig, dataset: Dataset) -> None:
+    name, count = ("--num-drawn", config.num_drawn) if config.num_drawn else ("--num-noise", config.num_noise)
+    if count is not None and count > dataset.num_classes:
+        raise ConfigError(
+            f"{name} {count} draws more classes than the {dataset.num_classes:,} of {dataset.name}; draw fewer, or take all "
+            "of them with --head blockwise."
+        )
 
 
 def check_shape(
