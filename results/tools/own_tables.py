@@ -19,6 +19,7 @@ def tables_of(record: Record) -> list[Table]:
     makers = {
         "convolutions": network_tables.convolution_tables,
         "large_k": large_k_tables,
+        "large_k_training": large_k_training_tables,
         "head": head_tables,
         "stream": stream_tables,
         "training": training_tables,
@@ -115,6 +116,30 @@ def large_k_tables(record: Record) -> list[Table]:
         Table.of(f"A step of sampled NCE on the output layer{_sizes(sampled)}", steps, sampled),
         Table.of(of_momentum, momentum_steps, momentum),
     ]
+
+
+def large_k_training_tables(record: Record) -> list[Table]:
+    """Steps with drawn and with all classes, one table for each size of the batch."""
+
+    def speed(m: Measurement) -> float:
+        return int(m.case["steps"]) / m.median_ms * 1e3
+
+    def table(measurements: Sequence[Measurement]) -> Table:
+        columns = [
+            Column("--head", lambda m: m.variant),
+            Column("k", lambda m: class_name(int(m.case["num_classes"]))),
+            Column("classes in a step", lambda m: int(m.case["num_drawn"]), "{:,}"),
+            Column("steps per second", speed, "{:,.3g}"),
+            Column("of the first row", lambda m: speed(m) / speed(measurements[0]), "{:.2g}"),
+            Column(
+                "parameters and optimizer state", lambda m: int(m.case["state_bytes"]) / 1e6, "{:,.0f} MB"
+            ),
+            Column("memory beyond that", lambda m: int(m.case["bytes_beyond_state"]) / 1e6, "{:,.1f} MB"),
+        ]
+        return Table.of(f"Steps of NCE with momentum{_sizes(measurements)}", columns, measurements)
+
+    sizes = record.values("num_examples")
+    return [table([m for m in record.measurements if m.case["num_examples"] == size]) for size in sizes]
 
 
 def training_tables(record: Record) -> list[Table]:

@@ -86,6 +86,19 @@ def test_many_classes_cost_what_their_page_says():
     assert step.case["bytes_beyond_state"] <= 2e9
 
 
+def test_a_step_on_drawn_classes_costs_the_same_for_any_number_of_classes():
+    record = BENCHMARKS["large_k_training"]
+    million = [m for m in record.measurements if m.case["num_examples"] == 256]
+    sampled = {m.case["num_classes"]: m for m in million if m.variant == "sampled"}
+    assert ratio(sampled[2**12], sampled[2**20]) >= 0.75
+    assert len({m.case["bytes_beyond_state"] for m in sampled.values()}) == 1
+    all_classes = record.find("blockwise", num_classes=2**20)
+    per_step = [m.median_ms / int(m.case["steps"]) for m in (all_classes, sampled[2**20])]
+    assert per_step[0] >= 100 * per_step[1]
+    exact, drawn = record.find("dense", num_classes=42_174), record.find("sampled", num_classes=42_174)
+    assert ratio(drawn, exact) <= 1 / 5
+
+
 def test_int8_rows_change_auprc_by_less_than_a_thousandth():
     entries = json.loads((ROOT / "results" / "export.json").read_text())["exports"]
     assert {entry["dataset"] for entry in entries} == {"glyphs"}
