@@ -35,8 +35,9 @@ _MAX_BYTES = 2**31
 # K-means looks at this many class rows per center; more change little.
 _ROWS_PER_CENTER = 64
 _KMEANS_ROUNDS = 10
-# What an example counts for at least, beside one whose classes are all alike, see `_Pool`.
-_LEAST_WEIGHT = 0.03
+# What an example counts for, beside how unsure the network is of it, if its estimate is too high and if it is too low: see
+# `_Pool`.
+_TOO_HIGH, _TOO_LOW = 0.3, 0.01
 # The average of the rows follows them over this part of the steps.
 _AVERAGED = 1 / 4
 
@@ -44,7 +45,7 @@ _AVERAGED = 1 / 4
 class Fit(NamedTuple):
     """How well a normalizer fits, on features that it was not fitted to.
 
-    An example counts by how unsure the network is of it, as in the fit.
+    An example counts by how unsure the network is of it.
 
     Attributes:
       r_squared: The share of the variance of log Z that it explains; 1 is perfect.
@@ -250,18 +251,19 @@ def fold(
 
 
 class _Pool(NamedTuple):
-    """Examples with the log Z that a normalizer should give them, and what each counts for.
+    """Examples with the log Z that a normalizer should give them, and how unsure the network is of each.
 
-    An example of which the network is sure keeps its rank among the others even if its log Z is off by a little; one of
-    which it is unsure does not. So an example counts by the probability of all classes but the likeliest.
+    Unsure is the probability of all classes but the likeliest. An example of which the network is unsure loses its rank
+    among the others if its log Z is off by a little. One of which it is sure does so only if its estimate is too high: that
+    lowers the score of its true class, while all its other scores are far too low to matter.
     """
 
     features: Float[np.ndarray, "examples features"]
     log_z: Float[np.ndarray, " examples"]
-    weight: Float[np.ndarray, " examples"]
+    unsure: Float[np.ndarray, " examples"]
 
     def at(self, index: slice | Int[np.ndarray, " some"]) -> "_Pool":
-        return _Pool(self.features[index], self.log_z[index], self.weight[index])
+        return _Pool(self.features[index], self.log_z[index], self.unsure[index])
 
 
 class _Targets:
@@ -283,8 +285,8 @@ class _Targets:
             padded[: len(batch)] = batch
             peak, log_sum = jax.device_get(self._parts(padded, self._kernel, self._bias))
             log_z = (peak + log_sum).astype(np.float32)[: len(batch)]
-            weight = _LEAST_WEIGHT - np.expm1(-log_sum.astype(np.float32)[: len(batch)])
-            parts.append(_Pool(batch, log_z, weight))
+            unsure = -np.expm1(-log_sum.astype(np.float32)[: len(batch)])
+            parts.append(_Pool(batch, log_z, unsure))
             num_done += len(batch)
             self._on_progress("all logits of the examples", num_done, total)
             if 4 * num_done * num_features >= _MAX_BYTES and not total:
@@ -311,10 +313,10 @@ def _affine_rows(pool: _Pool) -> tuple[Array, Array]:
     num_features = pool.features.shape[1]
     gram, moment = np.zeros((num_features + 1, num_features + 1)), np.zeros(num_features + 1)
     for start in range(0, len(pool.features), _CHUNK):
-        features, log_z, weight = pool.at(slice(start, start + _CHUNK))
-        weighted = _with_ones(features).T * weight
-        gram += weighted @ _with_ones(features)
-        moment += weighted @ log_z.astype(np.float64)
+        features, log_z, _ = pool.at(slice(start, start + _CHUNK))
+        columns = _with_ones(features)
+        gram += columns.T @ columns
+        moment += columns.T @ log_z.astype(np.float64)
     solution = np.linalg.lstsq(gram, moment, rcond=None)[0].astype(np.float32)
     return jnp.asarray(solution[None, :-1]), jnp.asarray(solution[-1:])
 
@@ -385,28 +387,29 @@ def _nearest(points, centers) -> tuple[Array, Array]:
 
 
 def _descend(start, training: _Pool, testing: _Pool, learning_rate, num_steps, batch_size, seed, on_progress):
-    """Adam on the squared error of log Z; the average of the last rows, when it fits the held-out examples best.
+    """Adam on what errors of log Z cost; the average of the last rows, when it costs the held-out examples least.
 
-    Examples are drawn as often as they count. Biases are moved as if they were weights of one more feature that is as
+    Examples are drawn as often as they may count. Biases are moved as if they were weights of one more feature that is as
     large as the others.
     """
     import optax  # here, because a normalizer that is there is used without it
 
     one = float(np.sqrt(np.mean(np.square(training.features), dtype=np.float64))) or 1.0
-    share = np.cumsum(training.weight, dtype=np.float64)
-    pool = jax.device_put((training.features, training.log_z, (share / share[-1]).astype(np.float32)))
+    share = np.cumsum(training.unsure + _TOO_HIGH, dtype=np.float64)
+    pool = jax.device_put((*training, (share / share[-1]).astype(np.float32)))
     schedule = optax.cosine_decay_schedule(learning_rate, num_steps)
     optimizer, key = optax.adam(schedule), jax.random.key(seed)
     round_steps = max(1, -(-num_steps // 20))
     follow = min(1.0, 1 / (_AVERAGED * num_steps))
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def advance(carry, first, features, log_z, share):
+    def advance(carry, first, features, log_z, unsure, share):
         def step(i, carry):
             rows, average, state = carry
             drawn = jax.random.uniform(jax.random.fold_in(key, i), (batch_size,))
             index = jnp.minimum(jnp.searchsorted(share, drawn), len(log_z) - 1)
-            gradients = jax.grad(_squared_error)(rows, features[index], log_z[index])
+            batch = features[index], log_z[index], unsure[index]
+            gradients = jax.grad(lambda rows: jnp.mean(_costs(rows, *batch) / (batch[2] + _TOO_HIGH)))(rows)
             with jax.numpy_dtype_promotion("standard"):  # optax mixes step counts and floats
                 updates, state = optimizer.update(gradients, state)
                 updates = jax.tree.map(jnp.multiply, updates, (1.0, one))
@@ -416,36 +419,40 @@ def _descend(start, training: _Pool, testing: _Pool, learning_rate, num_steps, b
         return lax.fori_loop(first, jnp.minimum(first + round_steps, num_steps), step, carry)
 
     carry = (*(jax.tree.map(jnp.copy, start) for _ in range(2)), optimizer.init(start))
-    best, least = start, _held_out_error(start, testing)
+    best, least = start, _mean_cost(start, testing)
     for first in range(0, num_steps, round_steps):
         carry = advance(carry, first, *pool)
-        error = _held_out_error(carry[1], testing)
-        if error < least:
-            best, least = jax.tree.map(jnp.copy, carry[1]), error
+        cost = _mean_cost(carry[1], testing)
+        if cost < least:
+            best, least = jax.tree.map(jnp.copy, carry[1]), cost
         on_progress(f"{len(start[1])} rows", min(first + round_steps, num_steps), num_steps)
     return best
 
 
-def _squared_error(rows, features, log_z, weight=None) -> Float[Array, ""]:
+def _errors(rows, features, log_z) -> Float[Array, " examples"]:
     kernel, bias = rows
-    estimates = jax.nn.logsumexp(all_logits(features, kernel, bias), axis=-1)
-    return jnp.average(jnp.square(estimates - log_z), weights=weight)
+    return jax.nn.logsumexp(all_logits(features, kernel, bias), axis=-1) - log_z
 
 
-_compiled_squared_error = jax.jit(_squared_error)
+def _costs(rows, features, log_z, unsure) -> Float[Array, " examples"]:
+    """Squared errors of log Z, each as much as it may cost precision."""
+    errors = _errors(rows, features, log_z)
+    return (unsure + jnp.where(errors > 0, _TOO_HIGH, _TOO_LOW)) * jnp.square(errors)
 
 
-def _held_out_error(rows, pool: _Pool) -> float:
-    """The mean squared error over a pool."""
-    total = 0.0
-    for start in range(0, len(pool.log_z), _CHUNK):
-        part = pool.at(slice(start, start + _CHUNK))
-        total += float(_compiled_squared_error(rows, *part)) * float(np.sum(part.weight, dtype=np.float64))
-    return total / float(np.sum(pool.weight, dtype=np.float64))
+_compiled_errors, _compiled_costs = jax.jit(_errors), jax.jit(_costs)
+
+
+def _mean_cost(rows, pool: _Pool) -> float:
+    parts = (pool.at(slice(start, start + _CHUNK)) for start in range(0, len(pool.log_z), _CHUNK))
+    costs = np.concatenate([_compiled_costs(rows, *part) for part in parts])
+    return float(np.mean(costs, dtype=np.float64))
 
 
 def _quality(rows, pool: _Pool, num_features: int) -> Fit:
-    log_z = pool.log_z.astype(np.float64)
-    variance = np.average(np.square(log_z - np.average(log_z, weights=pool.weight)), weights=pool.weight)
-    error = _held_out_error(rows, pool)
-    return Fit(1.0 - error / max(float(variance), 1e-12), error**0.5, num_features)
+    parts = (pool.at(slice(start, start + _CHUNK)) for start in range(0, len(pool.log_z), _CHUNK))
+    errors = np.concatenate([_compiled_errors(rows, part.features, part.log_z) for part in parts])
+    log_z, weights = pool.log_z.astype(np.float64), pool.unsure + _TOO_LOW
+    variance = np.average(np.square(log_z - np.average(log_z, weights=weights)), weights=weights)
+    error = np.average(np.square(errors, dtype=np.float64), weights=weights)
+    return Fit(float(1.0 - error / max(variance, 1e-12)), float(error**0.5), num_features)

@@ -34,7 +34,7 @@ class Flags:
       run_dir: By default a new folder of runs/. An unfinished run there goes on.
       resume: Go on with the run in --run-dir, with its own settings.
       data_dir: Prepared tfds data sets; by default TFDS_DATA_DIR, or tfds's own place.
-      normalizer: Fit a normalizer: its rows, affine, choose or off; else the preset's.
+      normalizer: Fit a normalizer: its rows, affine, choose or none; else the preset's.
       evaluate: Measure the trained networks on the test split at the end.
       compilation_cache: Keep compiled programs for the next start.
       record: Write command, settings, versions, machine and measures to this file.
@@ -172,8 +172,7 @@ def train(flags: Flags, say: Callable[[str], None], arguments: Sequence[str]) ->
     if flags.record is not None and jax.process_count() > 1:
         raise ConfigError("--record is written by one host; train without it, then evaluate with pols eval.")
     rows = flags.normalizer or PRESETS[flags.preset].normalizer
-    if rows != "off":
-        check_rows(rows)
+    check_rows(rows, or_none=True)
     check_batch_size(flags.experiment.batch_size, jax.device_count())
     experiment, folder = flags.experiment, None
     say(f"Loading {experiment.dataset} ...")
@@ -197,7 +196,7 @@ def train(flags: Flags, say: Callable[[str], None], arguments: Sequence[str]) ->
         outcomes = run_experiment(experiment, dataset, run_dir, options=options)
     if jax.process_count() > 1:
         return  # evaluation is a matter of one host: pols eval
-    for outcome in outcomes if rows != "off" else ():
+    for outcome in outcomes if rows != "none" else ():
         say(f"Fitting a normalizer to {outcome.run_dir} ...")
         options = {"dataset": dataset, "seed": experiment.seed, "quiet": flags.options.quiet}
         try:

@@ -12,14 +12,14 @@ __all__ = ["PRESETS", "Preset"]
 class Preset:
     """A named experiment that is known to work: what it trains, how long that takes, and 1-AUPRC of one logit.
 
-    ``normalizer`` has the rows of the normalizer that is fitted at the end, or off.
+    ``normalizer`` has the rows of the normalizer that is fitted at the end, or none.
     """
 
     what: str
     time: str
     score: str
     experiment: Experiment
-    normalizer: str = "off"
+    normalizer: str = "none"
 
 
 # The paper's protocol: SGD with momentum, a constant rate chosen from four, 10^5 steps (Section VI-A).
