@@ -45,8 +45,6 @@ _AVERAGED = 1 / 4
 class Fit(NamedTuple):
     """How well a normalizer fits, on features that it was not fitted to.
 
-    An example counts by how unsure the network is of it.
-
     Attributes:
       r_squared: The share of the variance of log Z that it explains; 1 is perfect.
       error: The root of the mean squared error of log Z, in the unit of a logit.
@@ -452,7 +450,6 @@ def _mean_cost(rows, pool: _Pool) -> float:
 def _quality(rows, pool: _Pool, num_features: int) -> Fit:
     parts = (pool.at(slice(start, start + _CHUNK)) for start in range(0, len(pool.log_z), _CHUNK))
     errors = np.concatenate([_compiled_errors(rows, part.features, part.log_z) for part in parts])
-    log_z, weights = pool.log_z.astype(np.float64), pool.unsure + _TOO_LOW
-    variance = np.average(np.square(log_z - np.average(log_z, weights=weights)), weights=weights)
-    error = np.average(np.square(errors, dtype=np.float64), weights=weights)
-    return Fit(float(1.0 - error / max(variance, 1e-12)), float(error**0.5), num_features)
+    error = float(np.mean(np.square(errors, dtype=np.float64)))
+    variance = max(float(np.var(pool.log_z, dtype=np.float64)), 1e-12)
+    return Fit(1.0 - error / variance, error**0.5, num_features)

@@ -28,7 +28,7 @@ _IMPORTS = {
     "import_class_bank": "import jax, jax.numpy, pols_jax; pols_jax.ClassBank",
 }
 _TRAIN = (
-    "train.py --preset glyphs --loss batch_cross_entropy --steps 1 --no-evaluate --normalizer off --quiet"
+    "train.py --preset glyphs --loss batch_cross_entropy --steps 1 --no-evaluate --normalizer none --quiet"
 )
 
 
