@@ -208,7 +208,7 @@ def test_a_fit_that_is_stopped_leaves_the_run_as_it_was(trained, dataset, tmp_pa
 def test_too_few_pictures_for_the_rows_are_wrong_input(trained, dataset, tmp_path, monkeypatch):
     directory = shutil.copytree(trained, tmp_path / "run")
     few = ArraySplit(dataset.train.images[:2], dataset.train.labels[:2])
-    monkeypatch.setattr(normalizing, "_PASSES", 4)
+    monkeypatch.setattr(normalizing, "_PASSES", 2)  # six features in all
     monkeypatch.setattr(Run, "check_dataset", lambda run, data: None)
     with pytest.raises(ConfigError, match="need at least as many features"):
         normalize(directory, rows="9", dataset=dataclasses.replace(dataset, train=few), quiet=True)
