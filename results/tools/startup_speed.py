@@ -8,6 +8,7 @@ The baseline is another checkout, such as one of an older version: the same is t
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,11 +26,12 @@ from pols_jax.tables import print_tables
 _ROOT = Path(__file__).parents[2]
 _IMPORTS = {
     "import_jax": "import jax, jax.numpy",
-    "import_class_bank": "import jax, jax.numpy, pols_jax; pols_jax.ClassBank",
+    # Version 0.1.0 had it in a module of its own.
+    "import_class_bank": "import jax, jax.numpy, pols_jax\n"
+    "if hasattr(pols_jax, 'ClassBank'): pols_jax.ClassBank\n"
+    "else: import pols_jax.class_bank",
 }
-_TRAIN = (
-    "train.py --preset glyphs --loss batch_cross_entropy --steps 1 --no-evaluate --normalizer none --quiet"
-)
+_TRAIN = "train.py --preset glyphs --loss batch_cross_entropy --steps 1 --no-evaluate --quiet"
 
 
 def finished_ms(words: Sequence[str], checkout: Path, environment: Mapping[str, str]) -> float:
@@ -50,7 +52,7 @@ def finished_ms(words: Sequence[str], checkout: Path, environment: Mapping[str, 
 
 
 def first_step_ms(checkout: Path, environment: Mapping[str, str]) -> float:
-    """Times a training from its start to the first line that it writes about its steps."""
+    """Times a training from its start to the first line that it writes about its steps, and then stops it."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *_TRAIN.split(), "--run-dir", f"{folder}/run"]
         start = time.perf_counter()
@@ -58,7 +60,8 @@ def first_step_ms(checkout: Path, environment: Mapping[str, str]) -> float:
         while not Path(folder, "run", "metrics.jsonl").exists() and process.poll() is None:
             time.sleep(0.002)
         elapsed = time.perf_counter() - start
-        if process.wait():
+        process.terminate()
+        if process.wait() not in (0, 143, -signal.SIGTERM):
             raise SystemExit(f"{_TRAIN} failed.")
     return 1e3 * elapsed
 

@@ -1,6 +1,8 @@
 """Our convolution is Flax's, in parameters, values and gradients, in every form; accelerators get XLA's."""
 
 import functools
+import zipfile
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
+from pols_jax import ClassBank
 from pols_jax.models import MODELS, products
 from pols_jax.models.convolution import Conv, choose_form, convolve
 
@@ -169,3 +172,17 @@ def test_the_gradient_keeps_images_and_kernel_and_no_patches():
     x, kernel = arrays("3x3")
     residuals = jax.tree.leaves(jax.vjp(lambda x, kernel: convolve(x, kernel), x, kernel)[1])
     assert sum(leaf.size for leaf in residuals) <= x.size + kernel.size
+
+
+def test_a_run_of_the_version_with_flaxs_convolutions_opens_and_gives_its_logits(tmp_path):
+    with zipfile.ZipFile(Path(__file__).parent / "run_of_version_0.1.0.zip") as files:
+        files.extractall(tmp_path)
+    bank = ClassBank.open(tmp_path)
+    images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 1), dtype=np.uint8)
+    # What that version printed for these images: a CNN of 1/32 of the width, 20 steps on five glyphs.
+    logits = [
+        [-0.05119905, -0.79941279, -0.60591590, 1.38744152, -0.27243921],
+        [0.44570509, 0.20936884, -1.11815989, 0.78438729, -0.65063787],
+        [-0.48153630, -0.57803643, -0.69394612, 1.22557986, -0.35993952],
+    ]
+    np.testing.assert_allclose(bank.logits(images, list(bank.names)), logits, rtol=0, atol=1e-5)
