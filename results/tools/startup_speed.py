@@ -94,7 +94,8 @@ def main() -> None:
     checkouts = {"now": _ROOT} | ({"baseline": arguments.baseline} if arguments.baseline else {})
     paths = [str(Path(path).absolute()) for path in (arguments.run_dir, arguments.picture)]
     search = ["search.py", *paths, "--query", arguments.query, "--threshold", "0"]
-    command = f"startup_speed.py RUN_DIR PICTURE QUERY --baseline DIR --repetitions {arguments.repetitions}"
+    command = "python results/tools/startup_speed.py RUN_DIR PICTURE QUERY --baseline DIR"
+    command += f" --repetitions {arguments.repetitions} --json {arguments.json}"
     environment = describe_environment(jax.local_devices(), command=command.split())
     record = Record("startup", {"repetitions": arguments.repetitions}, environment)
     found: dict[tuple[str, str], Measurement] = {}

@@ -1,10 +1,13 @@
 """The numbers and figures of README and docs are those of the records in results/, and each record can be made again."""
 
 import copy
+import dataclasses
+import itertools
 import json
 import re
 import shlex
 import shutil
+import statistics
 from pathlib import Path
 
 import matplotlib
@@ -13,6 +16,7 @@ import rebuild as rebuilding
 from rebuild import fill_in, read_records, rebuild
 
 from pols_jax import cli
+from pols_jax.benchmarking.settings import PAPER_NETWORKS
 from pols_jax.benchmarking.speed_tables import ratio
 from pols_jax.cli import train
 from pols_jax.data import load
@@ -128,6 +132,55 @@ def test_one_logit_and_a_normalizer_are_a_hundred_times_faster_than_all_logits_a
     few, many = (record.find(name, num_classes=k, num_features=2048, batch_size=1) for k in (4096, 370_727))
     assert ratio(record.find("head_all_logits", num_classes=370_727), many) >= 100
     assert ratio(many, few) <= 1.25, "timings of half a millisecond scatter"
+
+
+def test_networks_are_not_slower_than_pytorch_and_never_slower_than_with_xlas_convolutions():
+    record = BENCHMARKS["speed_networks"]
+
+    def against(ours, other, **case):
+        times = [
+            dataclasses.replace(m, times_ms=[ms / m.case.get("steps", 1) for ms in m.times_ms])
+            for m in (record.find(variant, **case) for variant in (ours, other))
+        ]
+        return ratio(*times)
+
+    for network, batch_size in itertools.product(PAPER_NETWORKS, (1, 32)):
+        case = {"network": network, "batch_size": batch_size, "width": "1.0"}
+        assert against("forward_auto", "torch_forward", **case) <= 1.15, case
+        assert against("forward_auto", "forward_xla", **case) <= 1, case
+    for width, batch_size in (("1.0", 32), ("0.25", 64)):
+        case = {"network": "cnn", "batch_size": batch_size, "width": width}
+        assert against("steps_in_loop", "torch_step", **case) <= 1.15, case
+        memory = [record.find(name, **case).case["memory_bytes"] for name in ("steps_in_loop", "step_xla")]
+        assert memory[0] <= 1.5 * memory[1], case
+
+
+def test_the_table_of_convolutions_chooses_a_form_that_is_nearly_the_fastest():
+    record = BENCHMARKS["speed_convolutions"]
+    for chosen in (m for m in record.measurements if m.variant == "auto" and m.case["program"] == "forward"):
+        others = [record.find(form, **chosen.case) for form in ("xla", "im2col", "winograd")]
+        assert chosen.median_ms <= 1.25 * min(m.median_ms for m in others if m), chosen.case
+
+
+def test_metrics_are_faster_than_scikit_learns_at_every_size():
+    record = BENCHMARKS["speed_metrics"]
+    gains = {
+        (m.case["num_examples"], m.case["num_classes"]): ratio(record.find("scikit_learn", **m.case), m)
+        for m in record.measurements
+        if m.variant == "pols_jax"
+    }
+    assert len(gains) == 14 and min(gains.values()) >= 1
+    assert all(gains[10_000, k] >= gain for k, gain in {100: 5, 1_000: 25, 10_000: 100}.items())
+
+
+def test_an_answer_comes_sooner_than_in_version_0_1_0():
+    record = BENCHMARKS["speed_startup"]
+    seconds = {
+        (m.variant, m.case["checkout"]): statistics.median(m.times_ms) / 1e3 for m in record.measurements
+    }
+    assert seconds["import_class_bank", "now"] - seconds["import_jax", "now"] < 1
+    assert seconds["search_second_start", "now"] <= 0.5 * seconds["search_first_start", "baseline"]
+    assert 2 * seconds["training_second_start", "now"] <= seconds["training_first_start", "now"]
 
 
 def test_a_query_of_an_index_costs_what_its_page_says():
