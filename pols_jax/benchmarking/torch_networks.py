@@ -113,7 +113,8 @@ class _Builder:
 
     def resnet(self):
         modules = {"stem": self.conv_norm(self.params["stem"], 2, 3), "pool": self.nn.MaxPool2d(3, 2, 1)}
-        for name in sorted(name for name in self.params if name.startswith("stage")):
+        names = [name for name in self.params if name.startswith("stage")]
+        for name in sorted(names, key=lambda name: (name.partition("_")[0], int(name.partition("block")[2]))):
             stride = 2 if name.endswith("block1") and not name.startswith("stage1") else 1
             modules[name] = self.bottleneck(self.params[name], stride)
         return self.chain(modules | self.averaged())

@@ -157,6 +157,7 @@ def choose_form(
         (height == width == 1, "im2col"),
         (tiles_fit and places >= 256 and (many_channels or tile_bytes <= 64 * 2**20), "winograd"),
         (products, "im2col"),
+        (max(height, width) > 5, "xla"),
         (stride == 1 and (inputs <= _FEW_INPUTS or patch_bytes <= 8 * 2**20), "im2col"),
         (True, "xla"),
     )
