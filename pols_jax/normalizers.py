@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from pols_jax.class_shares import ClassShare
 from pols_jax.heads import all_logits
 from pols_jax.losses.checks import check_output_layer
-from pols_jax.losses.device_axes import explicit_axes, partitioned_by_xla
 from pols_jax.losses.linear_logits import LinearLogits
 from pols_jax.losses.linear_stats import LinearStats
 from pols_jax.losses.precision import accumulation_dtype
+from pols_jax.row_clusters import clustered_rows, with_ones
 
 __all__ = ["Fit", "Normalizer", "fit_normalizer", "fold", "log_normalizer"]
 
@@ -32,9 +32,6 @@ __all__ = ["Fit", "Normalizer", "fit_normalizer", "fold", "log_normalizer"]
 _CHUNK = 2048
 # Features that are kept for a fit: 2 GiB, on the host and on the device.
 _MAX_BYTES = 2**31
-# K-means looks at this many class rows per center; more change little.
-_ROWS_PER_CENTER = 64
-_KMEANS_ROUNDS = 10
 # What an example counts for, beside how unsure the network is of it, if its estimate is too high and if it is too low: see
 # `_Pool`.
 _TOO_HIGH, _TOO_LOW = 0.3, 0.01
@@ -143,6 +140,7 @@ def fit_normalizer(
     batch_size: int = 2048,
     learning_rate: float = 0.06,
     block_size: int | None = None,
+    share: ClassShare | None = None,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Normalizer:
     """Fits a normalizer to an output layer. It sees no labels.
@@ -163,6 +161,8 @@ def fit_normalizer(
       learning_rate: How far the first step moves an entry of a row, as a share of the size of the kernel's entries; it
         falls to zero along a cosine.
       block_size: How many classes are looked at in one go; chosen if None.
+      share: The classes that this process has the rows of, if several processes fit one normalizer together: ``kernel``
+        and ``bias`` are theirs. All other arguments are the same on all of them, and so is what they get.
       on_progress: Is called with what is being done, how much is done, and how much there is (0 if unknown).
 
     Returns:
@@ -184,11 +184,13 @@ def fit_normalizer(
         raise ValueError(f"num_rows must be at least 0, got {num_rows}.")
     kernel, bias = jnp.asarray(kernel), None if bias is None else jnp.asarray(bias)
     check_output_layer(jnp.zeros((1, *kernel.shape[1:]), kernel.dtype), kernel, bias)
-    if not all(bool(jnp.all(jnp.isfinite(array))) for array in (kernel, bias) if array is not None):
+    share = share or ClassShare.whole(kernel.shape[0])
+    is_finite = all(bool(jnp.all(jnp.isfinite(array))) for array in (kernel, bias) if array is not None)
+    if not share.gather(np.array([is_finite])).all():
         raise ValueError("kernel and bias must be finite numbers.")
-    targets = _Targets(kernel, bias, block_size, on_progress)
+    targets = _Targets(kernel, bias, block_size, share, on_progress)
     pool = targets.of(features)
-    is_exact = num_rows >= kernel.shape[0]
+    is_exact = num_rows >= share.num_classes
     if len(pool.features) < max(2, 0 if is_exact else num_rows):
         raise ValueError(
             f"num_rows={num_rows} rows need at least as many features, got {len(pool.features)}; give more examples."
@@ -201,11 +203,13 @@ def fit_normalizer(
         training, testing = pool.at(np.sort(order[num_held_out:])), pool.at(np.sort(order[:num_held_out]))
     if is_exact:
         rows = kernel, jnp.zeros(kernel.shape[:1], kernel.dtype) if bias is None else bias
+        if not share.is_alone:
+            rows = jax.tree.map(lambda array: jnp.asarray(share.concatenated(np.asarray(array))), rows)
     elif num_rows <= 1:
         rows = _affine_rows(training)
     else:
-        start = _start_rows(training.features, kernel, bias, num_rows, seed)
-        size = float(jnp.sqrt(jnp.mean(jnp.square(kernel.astype(jnp.float32)))))
+        start = clustered_rows(training.features, kernel, bias, num_rows=num_rows, seed=seed, share=share)
+        size = _size_of_entries(kernel, share)
         learning_rate = learning_rate * size
         rows = _descend(start, training, testing, learning_rate, num_steps, batch_size, seed, on_progress)
     return Normalizer(rows[0], rows[1], _quality(rows, testing, len(training.features)))
@@ -264,11 +268,19 @@ class _Pool(NamedTuple):
         return _Pool(self.features[index], self.log_z[index], self.unsure[index])
 
 
+def _size_of_entries(kernel, share: ClassShare) -> float:
+    """The root of the mean square of the kernels of all processes."""
+    if share.is_alone:
+        return float(jnp.sqrt(jnp.mean(jnp.square(kernel.astype(jnp.float32)))))
+    total = share.sum(np.array([np.sum(np.square(np.asarray(kernel, np.float32)), dtype=np.float64)]))
+    return float(np.sqrt(total[0] / (share.num_classes * kernel.shape[1])))
+
+
 class _Targets:
     """Computes log Z for features as they come."""
 
-    def __init__(self, kernel, bias, block_size, on_progress):
-        self._kernel, self._bias, self._on_progress = kernel, bias, on_progress
+    def __init__(self, kernel, bias, block_size, share, on_progress):
+        self._kernel, self._bias, self._share, self._on_progress = kernel, bias, share, on_progress
         self._parts = jax.jit(functools.partial(_peak_and_log_sum, block_size=block_size))
 
     def of(self, features) -> _Pool:
@@ -281,7 +293,7 @@ class _Targets:
                 raise ValueError("features must be finite numbers; some are NaN or infinite.")
             padded = np.zeros((_CHUNK, num_features), np.float32)
             padded[: len(batch)] = batch
-            peak, log_sum = jax.device_get(self._parts(padded, self._kernel, self._bias))
+            peak, log_sum = self._peak_and_log_sum(padded)
             log_z = (peak + log_sum).astype(np.float32)[: len(batch)]
             unsure = -np.expm1(-log_sum.astype(np.float32)[: len(batch)])
             parts.append(_Pool(batch, log_z, unsure))
@@ -290,6 +302,20 @@ class _Targets:
             if 4 * num_done * num_features >= _MAX_BYTES and not total:
                 break
         return _Pool(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def _peak_and_log_sum(self, features) -> tuple[np.ndarray, np.ndarray]:
+        """Over the classes of all processes."""
+        if self._share.is_alone:
+            return jax.device_get(self._parts(features, self._kernel, self._bias))
+        own = np.stack([np.full(len(features), -np.inf), np.zeros(len(features))])
+        if self._share.classes:
+            own = np.stack(jax.device_get(self._parts(features, self._kernel, self._bias))).astype(np.float64)
+        peaks, log_sums = np.moveaxis(self._share.gather(own), 1, 0)
+        first = np.argmax(peaks, axis=0)[None]
+        peak, rest = peaks.max(axis=0), np.expm1(np.take_along_axis(log_sums, first, axis=0)[0])
+        others = np.exp(peaks - peak + log_sums)
+        np.put_along_axis(others, first, 0.0, axis=0)  # to keep the digits of a sum that is close to one
+        return peak, np.log1p(rest + others.sum(axis=0))
 
 
 def _chunks(features, num_features: int) -> Iterator[np.ndarray]:
@@ -312,76 +338,11 @@ def _affine_rows(pool: _Pool) -> tuple[Array, Array]:
     gram, moment = np.zeros((num_features + 1, num_features + 1)), np.zeros(num_features + 1)
     for start in range(0, len(pool.features), _CHUNK):
         features, log_z, _ = pool.at(slice(start, start + _CHUNK))
-        columns = _with_ones(features)
+        columns = with_ones(features)
         gram += columns.T @ columns
         moment += columns.T @ log_z.astype(np.float64)
     solution = np.linalg.lstsq(gram, moment, rcond=None)[0].astype(np.float32)
     return jnp.asarray(solution[None, :-1]), jnp.asarray(solution[-1:])
-
-
-def _with_ones(features: np.ndarray) -> Float[np.ndarray, "examples more"]:
-    return np.concatenate([features, np.ones((len(features), 1))], axis=1, dtype=np.float64)
-
-
-def _start_rows(features, kernel, bias, num_rows: int, seed: int) -> tuple[Array, Array]:
-    """Clusters the class rows: the means of the clusters, with the log of the number of their classes.
-
-    Two rows are near each other if they give the features similar logits. A cluster of classes with different logits adds
-    more than its mean says: half the variance, as for a normal distribution.
-    """
-    rng = np.random.default_rng(seed)
-    sample = _with_ones(
-        features[np.sort(rng.choice(len(features), min(len(features), 50_000), replace=False))]
-    )
-    moment = sample.T @ sample / len(sample)
-    moment += 1e-6 * np.trace(moment) / len(moment) * np.eye(len(moment))
-    metric = jnp.asarray(np.linalg.cholesky(moment), jnp.float32)
-    cluster = functools.partial(_clustered, metric=metric, key=jax.random.key(seed), num_rows=num_rows)
-    if explicit_axes((kernel, bias)):
-        rows = partitioned_by_xla(cluster, (kernel, bias), out_spec=PartitionSpec())
-    else:
-        rows = cluster(kernel, bias)
-    kernel, bias = map(jnp.asarray, jax.device_get(rows))  # on one device, wherever the classes are
-    return kernel, bias
-
-
-@functools.partial(jax.jit, static_argnames="num_rows")
-def _clustered(kernel, bias, metric, key, num_rows: int) -> tuple[Array, Array]:
-    """K-means of the class rows, in the metric of their logits."""
-    num_classes = kernel.shape[0]
-    column = jnp.zeros(num_classes) if bias is None else bias.astype(jnp.float32)
-    rows = jnp.concatenate([kernel.astype(jnp.float32), column[:, None]], axis=1)
-    some = jax.random.permutation(key, num_classes)[: _ROWS_PER_CENTER * num_rows]
-    points = rows[some] @ metric
-
-    def refine(_, centers):
-        nearest, _ = _nearest(points, centers)
-        means, sizes = _means(points, nearest, num_rows)
-        return jnp.where(sizes[:, None] > 0, means, centers)
-
-    centers = lax.fori_loop(0, _KMEANS_ROUNDS, refine, points[:num_rows])
-    nearest, distances = _nearest(rows @ metric, centers)
-    means, sizes = _means(rows, nearest, num_rows)
-    variance = jax.ops.segment_sum(distances, nearest, num_rows) / jnp.maximum(sizes, 1.0)
-    # A cluster that got no class starts far below the others.
-    bias = means[:, -1] + jnp.log(jnp.maximum(sizes, 1e-3)) + jnp.minimum(variance / 2, 5.0)
-    return means[:, :-1], bias
-
-
-def _means(points, nearest, num_centers: int) -> tuple[Array, Array]:
-    sizes = jax.ops.segment_sum(jnp.ones(len(points)), nearest, num_centers)
-    return jax.ops.segment_sum(points, nearest, num_centers) / jnp.maximum(sizes, 1.0)[:, None], sizes
-
-
-def _nearest(points, centers) -> tuple[Array, Array]:
-    """The nearest center of each point, and its squared distance."""
-    squares = jnp.sum(centers * centers, axis=1)
-
-    def nearest(point):
-        distances = squares - 2 * centers @ point
-        return jnp.argmin(distances), jnp.maximum(jnp.min(distances) + point @ point, 0.0)
-
-    return lax.map(nearest, points, batch_size=_CHUNK)
 
 
 def _descend(start, training: _Pool, testing: _Pool, learning_rate, num_steps, batch_size, seed, on_progress):

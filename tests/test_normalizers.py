@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from oracles import logsumexp
+from shares import together
 
 from pols_jax.heads import all_logits, class_logits
 from pols_jax.metrics import average_precision
@@ -151,6 +152,24 @@ def test_a_mesh_gives_what_one_device_gives(layer):
     alone = fit(features, kernel, bias, num_rows=8, num_steps=20)
     on_mesh = fit(features, *spread, num_rows=8, num_steps=20)
     np.testing.assert_allclose(on_mesh(features), alone(features), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_rows", [0, 6, 10**6], ids=["affine", "rows", "exact"])
+def test_processes_that_share_out_the_classes_fit_what_one_fits(layer, num_rows):
+    features, kernel, bias, _ = layer
+    options = {"num_rows": num_rows, "num_steps": 40}
+    alone = fit_normalizer(features, kernel, bias, **options)
+
+    def fit(share):
+        own = slice(share.classes.start, share.classes.stop)
+        return fit_normalizer(features, kernel[own], bias[own], share=share, **options)
+
+    found = together(fit, num_classes=len(kernel), count=2)
+    for each in found:
+        # Sums over classes are added up in another order, and 40 steps of Adam carry that on.
+        np.testing.assert_allclose(each(features), alone(features), rtol=1e-2 if num_rows == 6 else 1e-4)
+        np.testing.assert_allclose(each.fit, alone.fit, rtol=1e-2, atol=1e-5)
+    np.testing.assert_array_equal(found[0].kernel, found[1].kernel)
 
 
 def test_the_score_of_one_class_reads_its_row_and_the_normalizer_alone(layer):

@@ -37,6 +37,10 @@ class Flags:
       batch_size: Images that go through the network together, at most.
       quiet: No progress bar.
       compilation_cache: Keep compiled programs for the next start.
+      coordinator: HOST:PORT of the first host, if several measure together; TPU pods and SLURM know it.
+      num_processes: How many hosts there are.
+      process_id: Which one this is, from 0.
+      host_timeout: How many seconds to wait for another host.
     """
 
     run_dirs: tyro.conf.Positional[tuple[Path, ...]] = ()
@@ -51,6 +55,10 @@ class Flags:
     batch_size: Count = 1024
     quiet: bool = False
     compilation_cache: bool = True
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    host_timeout: float = 600.0
 
     def __post_init__(self):
         """Checks the values."""
@@ -69,6 +77,7 @@ pols eval runs/mine --markdown table.md --figures figures
     {
         "what to measure": "run_dirs use data_dir batch_size",
         "output": "json markdown csv per_class figures figure_class quiet compilation_cache",
+        "hosts": "coordinator num_processes process_id host_timeout",
     },
 )
 
@@ -81,6 +90,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     announce("starting JAX ...")
     if flags.compilation_cache:
         keep_compiled_programs()
+    from pols_jax.training.hosts import joined
+
+    with joined(
+        coordinator=flags.coordinator,
+        num_processes=flags.num_processes,
+        process_id=flags.process_id,
+        timeout=flags.host_timeout,
+    ):
+        measure(flags)
+
+
+def measure(flags: Flags) -> None:
+    """Evaluates what the flags name, once all hosts are there."""
+    import jax
+
     from pols_jax.evaluation import slc_tables
     from pols_jax.evaluation.adopting import Adopted, is_adopted, ladder_table
     from pols_jax.evaluation.measuring import evaluate
@@ -116,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     announce(f"measuring {len(run_dirs)} run(s) ...")
     with said_by_loaders(announce, draws_bars=draws_bars(quiet=flags.quiet)):
         records = [evaluate(run_dir, **options) for run_dir in run_dirs]
+    if jax.process_index() > 0:
+        return  # the first host writes
     tables = [*slc_tables.slc_tables(records), *slc_tables.threshold_tables(records)]
     print_tables(tables)
     write_json(flags.json, [record.to_json() for record in records])

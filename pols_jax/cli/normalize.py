@@ -29,6 +29,10 @@ class Flags:
       data_dir: Where prepared tfds data sets are; by default TFDS_DATA_DIR, or else tfds's own place.
       quiet: No progress bar.
       compilation_cache: Keep compiled programs for the next start.
+      coordinator: HOST:PORT of the first host, if several fit together; TPU pods and SLURM know it.
+      num_processes: How many hosts there are.
+      process_id: Which one this is, from 0.
+      host_timeout: How many seconds to wait for another host.
     """
 
     run_dirs: tyro.conf.Positional[tuple[Path, ...]] = ()
@@ -38,6 +42,10 @@ class Flags:
     data_dir: Path | None = None
     quiet: bool = False
     compilation_cache: bool = True
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    host_timeout: float = 600.0
 
 
 PAGE = Page(
@@ -49,7 +57,11 @@ PAGE = Page(
 pols normalize runs/mine               # 256 rows
 pols normalize runs/mine --rows choose # the fewest of affine, 256 and 1,024 rows that are nearly the best
 """,
-    {"what to fit": "run_dirs rows use seed data_dir", "output": "quiet compilation_cache"},
+    {
+        "what to fit": "run_dirs rows use seed data_dir",
+        "output": "quiet compilation_cache",
+        "hosts": "coordinator num_processes process_id host_timeout",
+    },
 )
 
 
@@ -59,6 +71,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     announce("starting JAX ...")
     if flags.compilation_cache:
         keep_compiled_programs()
+    from pols_jax.training.hosts import joined
+
+    with joined(
+        coordinator=flags.coordinator,
+        num_processes=flags.num_processes,
+        process_id=flags.process_id,
+        timeout=flags.host_timeout,
+    ):
+        fit(flags)
+
+
+def fit(flags: Flags) -> None:
+    """Fits what the flags name, once all hosts are there."""
+    import jax
+
     from pols_jax.evaluation.adopting import refuse_adopted
     from pols_jax.evaluation.normalizing import check_rows, normalize
     from pols_jax.training.runs import Run, find_runs
@@ -79,7 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 use=flags.use,
                 quiet=flags.quiet,
             )
-        print(report(run_dir, rungs), flush=True)
+        if jax.process_index() == 0:
+            print(report(run_dir, rungs), flush=True)
 
 
 def report(run_dir: Path, rungs: Sequence) -> str:

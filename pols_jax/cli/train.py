@@ -194,8 +194,6 @@ def train(flags: Flags, say: Callable[[str], None], arguments: Sequence[str]) ->
         if options.workers is None:  # not the default of `fit`: a program has to be ready for processes
             options = dataclasses.replace(options, workers=min(_MOST_WORKERS, os.cpu_count() or 1))
         outcomes = run_experiment(experiment, dataset, run_dir, options=options)
-    if jax.process_count() > 1:
-        return  # evaluation is a matter of one host: pols eval
     for outcome in outcomes if rows != "none" else ():
         say(f"Fitting a normalizer to {outcome.run_dir} ...")
         options = {"dataset": dataset, "seed": experiment.seed, "quiet": flags.options.quiet}
@@ -213,6 +211,8 @@ def train(flags: Flags, say: Callable[[str], None], arguments: Sequence[str]) ->
         records = [SlcRecord.from_json(run["test"]) for run in record["runs"]]
     elif flags.evaluate:
         records = [evaluate(outcome.run_dir, dataset=dataset) for outcome in outcomes]
+    if jax.process_index() > 0:
+        return  # the first host says what was found
     if records:
         print_tables(slc_tables(records))
     best = max(outcomes, key=lambda outcome: outcome.validation.get("auprc", 0.0))

@@ -17,7 +17,7 @@ import signal
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -26,7 +26,7 @@ from jaxtyping import Bool, Int, UInt8
 
 from pols_jax.data.dataset import ArraySplit, Batch, Split, StreamSplit, network_input, scale_pixels
 from pols_jax.data.images import decode_image
-from pols_jax.data.sampling import StepRows, rows_per_shard, step_rows
+from pols_jax.data.sampling import StepRows, host_rows, step_rows
 from pols_jax.errors import DataWarning, ImageError, WorkerError
 
 _LAST_STEP = 2**31 - 1  # steps are int32 on the device
@@ -38,15 +38,20 @@ _streams: weakref.WeakSet[Generator[Batch]] = weakref.WeakSet()
 
 
 def evaluation_batches(
-    split: Split, *, batch_size: int, process_index: int = 0, process_count: int = 1, num_workers: int = 0
+    split: Split,
+    *,
+    batch_size: int,
+    process_index: int | Sequence[int] = 0,
+    process_count: int = 1,
+    num_workers: int = 0,
 ) -> Iterator[Batch]:
     """Passes every example of a split once, in order.
 
     Args:
       split: The examples, in memory or streamed.
       batch_size: Examples per batch, ``m``, over all hosts.
-      process_index: Index of this host.
-      process_count: Number of hosts, must divide m.
+      process_index: Index of this host; or several, if a host has several parts of the batch.
+      process_count: Number of hosts, or of parts; must divide m.
       num_workers: Worker processes that decode a streamed split; with 0, threads of this process do.
 
     Yields:
@@ -78,7 +83,7 @@ def stream_batches(
     seed: int,
     batch_size: int,
     start_step: int = 0,
-    process_index: int = 0,
+    process_index: int | Sequence[int] = 0,
     process_count: int = 1,
     num_workers: int = 0,
 ) -> Iterator[Batch]:
@@ -91,8 +96,8 @@ def stream_batches(
       seed: Seed of the run.
       batch_size: Examples per batch, ``m``, over all hosts.
       start_step: Global step of the first batch; a resumed run starts here.
-      process_index: Index of this host.
-      process_count: Number of hosts, must divide m.
+      process_index: Index of this host; or several, if a host has several parts of the batch.
+      process_count: Number of hosts, or of parts; must divide m.
       num_workers: Worker processes that read and decode; with 0, threads of this process do. The batches are the same.
 
     Yields:
@@ -160,11 +165,10 @@ def prefetch_to_device(
 
 
 def _rows_in_order(
-    num_examples: int, batch: int, *, batch_size: int, process_index: int, process_count: int
+    num_examples: int, batch: int, *, batch_size: int, process_index: int | Sequence[int], process_count: int
 ) -> StepRows:
     """Which examples a host reads for an evaluation batch; `step_rows` says it for a training step."""
-    rows = rows_per_shard(batch_size, process_count)
-    row = process_index * rows + np.arange(rows)
+    row = host_rows(batch_size, process_index, process_count)
     position = batch * batch_size + row
     return StepRows(example=np.minimum(position, num_examples - 1), where=position < num_examples, row=row)
 

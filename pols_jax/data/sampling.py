@@ -5,6 +5,7 @@ padded to the full size and masked.  `sample_batch` draws such batches from arra
 `step_rows` names the same examples to the host, which streams them.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -38,6 +39,19 @@ def rows_per_shard(batch_size: int, num_shards: int) -> int:
             f"batch_size {batch_size} is not a multiple of the {num_shards} shards it is split over"
         )
     return batch_size // num_shards
+
+
+def host_rows(
+    batch_size: int, process_index: int | Sequence[int], process_count: int
+) -> Int[np.ndarray, "rows"]:
+    """Lists the rows of a global batch that a host has: one part of it, or several.
+
+    Examples:
+      >>> host_rows(8, 1, 2).tolist(), host_rows(8, [0, 2], 4).tolist()
+      ([4, 5, 6, 7], [0, 1, 4, 5])
+    """
+    rows = rows_per_shard(batch_size, process_count)
+    return (rows * np.atleast_1d(process_index)[:, None] + np.arange(rows)).reshape(-1)
 
 
 def sample_batch(
@@ -149,7 +163,7 @@ def step_rows(
     *,
     seed: int,
     batch_size: int,
-    process_index: int = 0,
+    process_index: int | Sequence[int] = 0,
     process_count: int = 1,
 ) -> StepRows:
     """Lists the examples that `sample_batch` draws at a step, on the host.
@@ -161,9 +175,8 @@ def step_rows(
       >>> step_rows(10, 2, seed=0, batch_size=4).where
       array([ True,  True, False, False])
     """
-    rows = rows_per_shard(batch_size, process_count)
     epoch, step_in_epoch = divmod(step, steps_per_epoch(num_examples, batch_size))
-    row = process_index * rows + np.arange(rows)
+    row = host_rows(batch_size, process_index, process_count)
     position = step_in_epoch * batch_size + row
     example = permutation.epoch_order_on_host(position % num_examples, num_examples, seed=seed, epoch=epoch)
     return StepRows(example=example, where=position < num_examples, row=row)

@@ -1,7 +1,8 @@
 """How good is one logit? From a trained run and its data to the numbers of the paper's Tables 1 and 2.
 
 `evaluate` writes three files into the run directory: ``slc.json``, the record that tables are made of; ``slc.npz``, the
-values per class and curves behind it; and ``thresholds.npz``, from which search takes its thresholds.
+values per class and curves behind it; and ``thresholds.npz``, from which search takes its thresholds. Several hosts share out
+the classes, and the first one writes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pols_jax import __version__
 from pols_jax.data import Dataset, Split
 from pols_jax.errors import RunError
 from pols_jax.evaluation.slc_records import (
@@ -35,6 +37,7 @@ from pols_jax.metrics.exact import Counts
 from pols_jax.metrics.thresholds import DEFAULT_RULES, Thresholds, thresholds_path
 from pols_jax.normalizers import Normalizer
 from pols_jax.training.features import fitting_batch, split_features
+from pols_jax.training.hosts import check_same_settings
 from pols_jax.training.run_normalizer import score_id
 from pols_jax.training.runs import Run
 
@@ -88,15 +91,22 @@ def evaluate(
     run = Run.open(run_dir, use=use)
     normalizer = run.normalizer
     kinds = (False, True) if normalizer is not None else (False,)
-    check_writable(
-        *slc_paths(run, split), *(thresholds_path(run.directory, normalized=kind) for kind in kinds)
-    )
+    is_first_host = jax.process_index() == 0
+    if is_first_host:
+        check_writable(
+            *slc_paths(run, split), *(thresholds_path(run.directory, normalized=kind) for kind in kinds)
+        )
     class_id = _class_id(run, histogram_class)
     if dataset is None:
         dataset = run.load_dataset(data_dir=data_dir)
     else:
         run.check_dataset(dataset)
-    with _Evaluator(run, dataset, batch_size, block_size, quiet=quiet) as evaluator:
+    check_same_settings(
+        shared_by_hosts(run, dataset)
+        | {"--batch-size": batch_size, "the split": split, "the class of the figure": class_id}
+        | {"the normalizer": score_id("", normalizer), "--figures": histograms}
+    )
+    with _Evaluator(run, dataset, batch_size, block_size, quiet=quiet or not is_first_host) as evaluator:
         measured = {}
         for name in dict.fromkeys(("validation", split)):
             measured[name] = evaluator.scored(name)
@@ -150,11 +160,23 @@ def evaluate(
     )
     if Run.open(run_dir, use=use).checkpoint != run.checkpoint:
         raise RunError(f"The run in {run.directory} changed while it was measured; evaluate it again.")
-    for normalized, thresholds in chosen.items():
-        identity = score_id(run.checkpoint, normalizer if normalized else None)
-        thresholds.save(run.directory, checkpoint=identity, normalized=normalized)
-    write_slc(run, record, arrays)
+    if is_first_host:
+        for normalized, thresholds in chosen.items():
+            identity = score_id(run.checkpoint, normalizer if normalized else None)
+            thresholds.save(run.directory, checkpoint=identity, normalized=normalized)
+        write_slc(run, record, arrays)
     return record
+
+
+def shared_by_hosts(run: Run, dataset: Dataset) -> dict[str, Any]:
+    """What has to be the same on all hosts that measure a run, by the names that an error gives it."""
+    data = (dataset.provenance.get(key) for key in ("content_sha256", "fingerprint"))
+    return {
+        "the run directory": str(run.directory),
+        f"the checkpoint of {run.directory}": run.checkpoint,
+        f"the data of {dataset.name}": next(filter(None, data), None),
+        "the version of pols-jax": __version__,
+    }
 
 
 class _Measured(NamedTuple):
@@ -172,7 +194,8 @@ class _Evaluator:
         self._run, self._dataset = run, dataset
         self._batch_size, self._block_size = fitting_batch(run.image_shape, most=batch_size), block_size
         self._variables = run.restore_backbone()
-        kernel, self._bias = run.restore_head()
+        self._share = run.class_share()
+        kernel, self._bias = run.restore_head(self._share.classes)
         self._kernel = kernel.astype(run.model.dtype or kernel.dtype)  # as the network multiplies it
         self._progress = progress_bars(quiet=quiet)
 
@@ -193,7 +216,8 @@ class _Evaluator:
             )
         if not len(labels):
             raise RunError(f"The {split} split of {self._dataset.name} has no picture that can be decoded.")
-        scored = ScoredSplit(features, labels, self._kernel, self._bias, block_size=self._block_size)
+        head = self._kernel, self._bias
+        scored = ScoredSplit(features, labels, *head, block_size=self._block_size, share=self._share)
         with self._task(f"{self._run.config.loss}: logits of {split}", scored.num_rounds) as advance:
             stats = scored.example_stats(advance=advance)
         return _Measured(scored, stats, estimates(self._run.normalizer, features))

@@ -10,14 +10,16 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from pols_jax.class_shares import ClassShare
 from pols_jax.data import Dataset, StreamSplit, augment_batch, find_augmentation, sample_batch, stream_batches
 from pols_jax.errors import ConfigError, RunError
-from pols_jax.evaluation.measuring import estimates, progress_bars
+from pols_jax.evaluation.measuring import estimates, progress_bars, shared_by_hosts
 from pols_jax.files import check_writable
 from pols_jax.metrics.class_blocks import ScoredSplit, SplitCounts
 from pols_jax.metrics.exact import Counts
 from pols_jax.normalizers import Normalizer, fit_normalizer
 from pols_jax.training.features import split_features
+from pols_jax.training.hosts import check_same_settings, same_on_all_hosts
 from pols_jax.training.run_normalizer import normalizer_path, rows_in_words, write_normalizer
 from pols_jax.training.runs import Run
 
@@ -77,6 +79,7 @@ class Validation:
       labels: True classes, shape ``[n]``.
       kernel: One row per class, shape ``[k, d]``.
       bias: One number per class, shape ``[k]``.
+      share: The classes that this process has the rows of, if it has not all of them.
     """
 
     def __init__(
@@ -85,9 +88,11 @@ class Validation:
         labels: Int[np.ndarray, " examples"],
         kernel: Float[np.ndarray, "classes features"],
         bias: Float[np.ndarray, " classes"],
+        *,
+        share: ClassShare | None = None,
     ):
         self.features = features
-        self._scored = ScoredSplit(features, labels, kernel, bias)
+        self._scored = ScoredSplit(features, labels, kernel, bias, share=share)
         self._stats = self._scored.example_stats()
 
     def counts(self, normalizer: Normalizer | None, *, rank: bool = False) -> SplitCounts:
@@ -127,6 +132,7 @@ def fit_rungs(
     ladder: Iterable[int],
     validation: Validation | None,
     seed: int = 0,
+    share: ClassShare | None = None,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Iterator[Rung]:
     """Fits normalizers, and measures each.
@@ -138,6 +144,7 @@ def fit_rungs(
       ladder: The numbers of rows; 0 is affine.
       validation: What they are measured on; without it, each is measured by its fit to held-out features.
       seed: Decides start and order of the fits.
+      share: The classes that this process has the rows of, if it has not all of them.
       on_progress: As for `fit_normalizer`.
 
     Yields:
@@ -154,6 +161,7 @@ def fit_rungs(
             num_rows=num_rows,
             held_out=None if validation is None else validation.features,
             seed=seed,
+            share=share,
             on_progress=on_progress,
         )
         yield Rung(fitted) if validation is None else validation.rung(fitted)
@@ -235,17 +243,27 @@ def normalize(
     """
     check_rows(rows)
     run = Run.open(run_dir, use=use)
-    check_writable(normalizer_path(run.directory))
+    is_first_host = jax.process_index() == 0
+    if is_first_host:
+        check_writable(normalizer_path(run.directory))
     if dataset is None:
         dataset = run.load_dataset(data_dir=data_dir)
     else:
         run.check_dataset(dataset)
-    variables, (kernel, bias) = run.restore_backbone(), run.restore_head()
+    check_same_settings(shared_by_hosts(run, dataset) | {"--rows": rows, "--seed": seed})
+    share = run.class_share()
+    variables, (kernel, bias) = run.restore_backbone(), run.restore_head(share.classes)
     kernel = kernel.astype(run.model.dtype or kernel.dtype)  # as the network multiplies it
-    validation = Validation(*split_features(run.model, variables, dataset.validation), kernel, bias)
-    with fit_progress(quiet=quiet) as report:
+    found = split_features(run.model, variables, dataset.validation)
+    validation = Validation(*found, kernel, bias, share=share)
+    with fit_progress(quiet=quiet or not is_first_host) as report:
         features = np.concatenate([*training_features(run, variables, dataset, seed=seed, report=report)])
-        options: dict[str, Any] = {"validation": validation, "seed": seed, "on_progress": report}
+        options: dict[str, Any] = {
+            "validation": validation,
+            "seed": seed,
+            "share": share,
+            "on_progress": report,
+        }
         ladder = ladder_of(rows, at_most=len(features))
         try:
             rungs = [*fit_rungs(features, kernel, bias, ladder=ladder, **options)]
@@ -255,7 +273,9 @@ def normalize(
     if Run.open(run_dir, use=use).checkpoint != run.checkpoint:
         raise RunError(f"The run in {run.directory} changed meanwhile; fit the normalizer again.")
     assert chosen.normalizer is not None
-    write_normalizer(run.directory, chosen.normalizer, checkpoint=run.checkpoint)
+    if is_first_host:
+        write_normalizer(run.directory, chosen.normalizer, checkpoint=run.checkpoint)
+    same_on_all_hosts(0)  # whoever evaluates next finds it
     return [validation.rung(None), *(each for each in rungs if each is not chosen), chosen]
 
 

@@ -2,7 +2,8 @@
 
 The examples are sorted by label. A block of classes then needs only its own rows of the kernel and its own examples'
 thresholds, and each device takes another block. Two passes over the classes are made. The first finds, for every
-example, what its softmax needs, its largest logit and its true one. The second counts.
+example, what its softmax needs, its largest logit and its true one. The second counts. Several processes may share out the
+classes: what each of them finds is put together at the end of a pass.
 """
 
 import copy
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
+from pols_jax.class_shares import ClassShare
 from pols_jax.heads import all_logits
+from pols_jax.metrics.block_programs import block_stats, count_block
 from pols_jax.metrics.exact import Counts
 from pols_jax.metrics.ranking import at_or_above, positives_passing
 
@@ -97,6 +99,8 @@ class ScoredSplit:
       kernel: One row per class, shape ``[k, d]``; features are multiplied in its dtype.
       bias: One number per class, shape ``[k]``.
       block_size: Classes per block; by default as many as keep a round of blocks at 256 MB.
+      share: The classes that this process has the rows of, if it has not all of them: ``kernel`` and ``bias`` are theirs.
+        All processes make the same calls, and get the same results.
 
     Attributes:
       order: Where the examples, sorted by label, were before. All results are in the sorted order.
@@ -121,17 +125,19 @@ class ScoredSplit:
         bias: Float[np.ndarray, " classes"],
         *,
         block_size: int | None = None,
+        share: ClassShare | None = None,
     ):
         labels = np.asarray(labels)
-        if not labels.size or labels.min() < 0 or labels.max() >= len(kernel):
-            raise ValueError(f"labels must be at least one, and in [0, {len(kernel)}).")
+        self._share = share = share or ClassShare.whole(len(kernel))
+        if not labels.size or labels.min() < 0 or labels.max() >= share.num_classes:
+            raise ValueError(f"labels must be at least one, and in [0, {share.num_classes}).")
         self.order = np.argsort(labels, kind="stable")
         self.labels = labels[self.order].astype(np.int32)
         self._kernel, self._bias = kernel, bias
         self._devices = tuple(jax.local_devices())
         num_devices, num_classes = len(self._devices), len(kernel)
         fitting = max(1, _MAX_SCORES // (len(labels) * num_devices))
-        self._block_size = min(block_size or fitting, -(-num_classes // num_devices))
+        self._block_size = max(1, min(block_size or fitting, -(-num_classes // num_devices)))
         self.num_rounds = -(-num_classes // (self._block_size * num_devices))
         self._features, self._labels = self._replicate(
             (np.asarray(features)[self.order].astype(kernel.dtype), self.labels)
@@ -158,27 +164,26 @@ class ScoredSplit:
     def example_stats(self, *, advance: Callable[[], None] = lambda: None) -> ExampleStats:
         """Makes the first pass; ``advance`` is called after every round of blocks, for a progress bar."""
         num_examples = len(self.labels)
-        true, peak, max_false_logit = (np.full(num_examples, -np.inf, np.float32) for _ in range(3))
-        smallest = np.full(num_examples, np.inf, np.float32)
-        prediction = np.zeros(num_examples, np.int32)
-        rest = np.zeros(num_examples, np.float64)  # the sum of exp(logit - peak), without the largest itself
-        block_stats = _on_devices(_block_stats, self._devices)
+        lowest, zeros = np.full(num_examples, -np.inf, np.float32), np.zeros(num_examples)
+        found = _Found(lowest, lowest, -lowest, zeros.astype(np.int32), zeros)
+        stats_of_blocks = _on_devices(block_stats, self._devices)
         for classes in self._rounds():
-            outputs = block_stats(self._features, self._labels, self._starts(classes), *self._head(classes))
+            outputs = stats_of_blocks(
+                self._features, self._labels, self._starts(classes), *self._head(classes)
+            )
             for block in zip(*map(np.asarray, outputs), strict=True):
-                block_true, block_max_false, block_smallest, block_prediction, block_rest = block
-                true, smallest = np.maximum(true, block_true), np.minimum(smallest, block_smallest)
-                max_false_logit = np.maximum(max_false_logit, block_max_false)
-                block_peak = np.maximum(block_true, block_max_false)
-                is_larger = block_peak > peak
-                prediction = np.where(is_larger, block_prediction, prediction)
-                high, low = np.maximum(peak, block_peak), np.minimum(peak, block_peak)
-                high_rest, low_rest = np.where(is_larger, (block_rest, rest), (rest, block_rest))
-                rest = high_rest + np.exp(low.astype(np.float64) - high) * (1 + low_rest)
-                peak = high
+                found = found.merged(_Found(*block))
             advance()
-        log_sum = np.log1p(rest).astype(np.float32)
-        return ExampleStats(true, peak, max_false_logit, smallest, prediction, log_sum)
+        parts = self._share.gather(np.stack([array.astype(np.float64) for array in found]))
+        dtypes = [array.dtype for array in found]
+        first, *others = (
+            _Found(*(array.astype(dtype) for array, dtype in zip(part, dtypes, strict=True)))
+            for part in parts
+        )
+        found = functools.reduce(_Found.merged, others, first)
+        log_sum = np.log1p(found.rest).astype(np.float32)
+        true, max_false_logit, smallest, prediction, _ = found
+        return ExampleStats(true, found.peak, max_false_logit, smallest, prediction, log_sum)
 
     def count(
         self,
@@ -199,32 +204,38 @@ class ScoredSplit:
           bins: Edges of bins of equal width that false logits are counted in; none by default.
           advance: Is called after every round of blocks, for a progress bar.
         """
-        num_classes = len(self._kernel)
+        num_classes, share = self._share.num_classes, self._share.classes
         if thresholds is None:
             thresholds = np.zeros((num_classes, 0), np.float32)
-        count_block = _on_devices(_count_block, self._devices)
+        own_thresholds = thresholds[share.start : share.stop]
+        count_of_blocks = _on_devices(count_block, self._devices)
         per_example = (self._offset, *self._replicate((stats.peak, stats.log_sum)))
         ranking = _Ranking(np.sort(stats.true_logit), bins)
         own_passing = np.zeros((2, len(self.labels)), np.int32)
         passing = np.zeros(thresholds.shape, np.int64)
         for classes in self._rounds():
             starts = self._starts(classes)
-            members = (np.searchsorted(self.labels, edge) for edge in (starts, starts + self._block_size))
-            block_own, block_passing, block_logits = count_block(
+            ends = np.minimum(starts + self._block_size, share.stop)  # the next ones are another process's
+            members = (np.searchsorted(self.labels, edge) for edge in (np.minimum(starts, ends), ends))
+            block_own, block_passing, block_logits = count_of_blocks(
                 self._features,
                 self._labels,
                 per_example,
                 starts,
                 *self._head(classes),
                 *(edge.astype(np.int32) for edge in members),
-                self._split(thresholds, classes, fill=np.nan),
+                self._split(own_thresholds, classes, fill=np.nan),
             )
             # Each example is counted in the block of its own class, and is zero in the others.
             own_passing += np.asarray(block_own).sum(axis=0)
-            passing[classes] = np.concatenate(np.asarray(block_passing))[: len(classes)]
+            place = slice(share.start + classes.start, share.start + classes.stop)
+            passing[place] = np.concatenate(np.asarray(block_passing))[: len(classes)]
             if rank:
                 ranking.add(np.asarray(block_logits).reshape(-1))
             advance()
+        own_passing, passing, ranking.passing, ranking.histogram = self._summed(
+            own_passing, passing, ranking.passing, ranking.histogram
+        )
         class_sizes = np.bincount(self.labels, minlength=num_classes).astype(np.int32)
         own_log_probs = (stats.true_logit - stats.peak) - stats.log_sum
         one_logit, all_logits = (
@@ -255,18 +266,32 @@ class ScoredSplit:
 
     def column(self, class_id: int) -> Float[np.ndarray, " examples"]:
         """Computes the logit of one class for all examples, in the sorted order."""
-        rows = (jnp.asarray(rows[class_id : class_id + 1]) for rows in (self._kernel, self._bias))
-        return np.asarray(all_logits(self._features[0], *rows)[:, 0] - self._offset[0])
+        logits = np.zeros(len(self.labels), np.float32)
+        if class_id in self._share.classes:
+            row = class_id - self._share.classes.start
+            rows = (jnp.asarray(rows[row : row + 1]) for rows in (self._kernel, self._bias))
+            logits = np.asarray(all_logits(self._features[0], *rows)[:, 0] - self._offset[0])
+        return self._share.sum(logits)
+
+    def _summed(self, *counts: np.ndarray) -> list[np.ndarray]:
+        """Counts of all processes together, in one exchange."""
+        flat = self._share.sum(np.concatenate([array.reshape(-1).astype(np.int64) for array in counts]))
+        parts = np.split(flat, np.cumsum([array.size for array in counts])[:-1])
+        return [
+            part.reshape(array.shape).astype(array.dtype) for part, array in zip(parts, counts, strict=True)
+        ]
 
     def _rounds(self) -> Iterator[range]:
-        """The classes that the devices work on together."""
+        """The rows of the kernel that the devices work on together."""
         size = self._block_size * len(self._devices)
         for start in range(0, len(self._kernel), size):
             yield range(start, min(start + size, len(self._kernel)))
 
     def _starts(self, classes: range) -> Int[np.ndarray, " devices"]:
         """The first class of each device."""
-        return (classes.start + self._block_size * np.arange(len(self._devices))).astype(np.int32)
+        return (
+            self._share.classes.start + classes.start + self._block_size * np.arange(len(self._devices))
+        ).astype(np.int32)
 
     def _head(self, classes: range) -> tuple[np.ndarray, np.ndarray]:
         """The kernel and bias of each device. Past the last class there are classes with the logit -inf."""
@@ -282,6 +307,36 @@ class ScoredSplit:
     def _replicate(self, tree: Any) -> Any:
         copies = jax.pmap(lambda leaves, _: leaves, in_axes=(None, 0), devices=self._devices)
         return copies(tree, np.arange(len(self._devices)))
+
+
+class _Found(NamedTuple):
+    """What is known of each example after some of the classes; `ExampleStats` is what is known after all."""
+
+    true_logit: Float[np.ndarray, " examples"]
+    max_false_logit: Float[np.ndarray, " examples"]
+    smallest: Float[np.ndarray, " examples"]
+    prediction: Int[np.ndarray, " examples"]
+    rest: Float[np.ndarray, " examples"]  # the sum of exp(logit - peak), without the largest itself
+
+    @property
+    def peak(self) -> Float[np.ndarray, " examples"]:
+        return np.maximum(self.true_logit, self.max_false_logit)
+
+    def merged(self, later: "_Found") -> "_Found":
+        """What is known after other classes, which come later, as well."""
+        is_larger = later.peak > self.peak
+        high, low = np.maximum(self.peak, later.peak), np.minimum(self.peak, later.peak)
+        high_rest, low_rest = np.where(is_larger, (later.rest, self.rest), (self.rest, later.rest))
+        # One side may have seen no class at all.
+        gap = np.full(len(low), -np.inf)
+        np.subtract(low, high, out=gap, where=low != -np.inf, dtype=np.float64)
+        return _Found(
+            np.maximum(self.true_logit, later.true_logit),
+            np.maximum(self.max_false_logit, later.max_false_logit),
+            np.minimum(self.smallest, later.smallest),
+            np.where(is_larger, later.prediction, self.prediction),
+            high_rest + np.exp(gap) * (1 + low_rest),
+        )
 
 
 class _Ranking:
@@ -317,61 +372,3 @@ def _histogram(ascending: Float[np.ndarray, " any"], bins: Float[np.ndarray, " e
 def _on_devices(function: Callable, devices: tuple[Any, ...]) -> Callable:
     """The function, compiled once per shape for all splits and runs."""
     return jax.pmap(function, devices=devices)
-
-
-def _block_logits(features, kernel, bias) -> Float[Array, "block examples"]:
-    """The logits of a block of classes, one contiguous row per class: what the counting reads."""
-    without_bias = all_logits(kernel, features, jnp.zeros(len(features), bias.dtype))
-    # A padding class stays at -inf even where a feature is not finite.
-    return jnp.where(jnp.isneginf(bias)[:, None], -jnp.inf, without_bias + bias[:, None])
-
-
-def _block_stats(features, labels, start, kernel, bias) -> tuple[Array, ...]:
-    """On one device: the true and the largest false logit, the smallest, the predicted class, the rest of the sum.
-
-    Class by class: XLA's own reductions along the first axis jump through memory, and take three times as long.
-    """
-    logits = _block_logits(features, kernel, bias)
-    lowest = jnp.full(len(labels), -jnp.inf, logits.dtype)
-
-    def compare(i, found):
-        true_logit, max_false_logit, smallest, peak, prediction = found
-        row, class_id = logits[i], start + i
-        is_true = labels == class_id
-        return (
-            jnp.where(is_true, row, true_logit),
-            jnp.where(is_true, max_false_logit, jnp.maximum(max_false_logit, row)),
-            jnp.where(row > -jnp.inf, jnp.minimum(smallest, row), smallest),
-            jnp.maximum(peak, row),
-            jnp.where(row > peak, class_id, prediction),
-        )
-
-    first = (lowest, lowest, -lowest, lowest, jnp.full(len(labels), start))
-    true_logit, max_false_logit, smallest, peak, prediction = lax.fori_loop(0, len(kernel), compare, first)
-    reference = jnp.where(peak > -jnp.inf, peak, 0.0)  # a block of padding alone
-
-    def add(i, rest):
-        return rest + jnp.where(start + i == prediction, 0.0, jnp.exp(logits[i] - reference))
-
-    rest = lax.fori_loop(0, len(kernel), add, jnp.zeros_like(lowest))
-    return true_logit, max_false_logit, smallest, prediction, rest
-
-
-def _count_block(features, labels, per_example, start, kernel, bias, first, end, thresholds):
-    """On one device: counts for the examples ``first`` to ``end``, whose classes the block has; and all its scores."""
-    offset, peak, log_sum = per_example
-    logits = _block_logits(features, kernel, bias) - offset[None, :]
-
-    def count_example(i, counts):
-        row = logits[labels[i] - start]
-        log_probs = (row - peak) - log_sum
-        own = [jnp.sum(scores >= scores[i], dtype=jnp.int32) for scores in (row, log_probs)]
-        return tuple(total.at[i].set(count) for total, count in zip(counts, own, strict=True))
-
-    zeros = jnp.zeros(len(labels), jnp.int32)
-    own_counts = jnp.stack(lax.fori_loop(first, end, count_example, (zeros, zeros)))
-
-    def count_threshold(threshold):
-        return jnp.sum(logits >= threshold[:, None], axis=1, dtype=jnp.int32)
-
-    return own_counts, lax.map(count_threshold, thresholds.T).T, logits

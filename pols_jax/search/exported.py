@@ -20,8 +20,8 @@ from pols_jax.files import read_bytes
 from pols_jax.metrics.thresholds import Thresholds
 from pols_jax.normalizers import Normalizer
 from pols_jax.schema import decode, json_field, read_json, read_record
-from pols_jax.training.checkpoint_reading import crc32
 from pols_jax.training.run_normalizer import normalizer_path, read_normalizer
+from pols_jax.training.stored_arrays import crc32
 
 __all__ = [
     "FORMAT",

@@ -29,10 +29,10 @@ from pols_jax.normalizers import Normalizer, fold
 from pols_jax.schema import encode
 from pols_jax.search.exported import FORMAT, MANIFEST, PROGRAM, Manifest, StoredFile, is_exported
 from pols_jax.search.networks import TrainedNetwork, scores
-from pols_jax.training.checkpoint_reading import crc32
 from pols_jax.training.run_files import is_adopted
 from pols_jax.training.run_normalizer import write_normalizer
 from pols_jax.training.runs import Run, find_run
+from pols_jax.training.stored_arrays import crc32
 
 __all__ = ["PLATFORMS", "ROWS_DTYPES", "export", "plain_thresholds", "stored_rows"]
 

@@ -25,7 +25,7 @@ from pols_jax.errors import ConfigError, RunError, reason_of
 from pols_jax.files import read_bytes, write_bytes, write_json
 from pols_jax.schema import encode, read_record
 from pols_jax.search.pictures import INDEX_LIST, is_index
-from pols_jax.training.checkpoint_reading import crc32
+from pols_jax.training.stored_arrays import crc32
 
 __all__ = ["DTYPES", "IndexInfo", "IndexWriter", "PartInfo", "Rows", "read_info", "read_part"]
 

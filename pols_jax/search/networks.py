@@ -15,9 +15,10 @@ from pols_jax.heads import all_logits
 from pols_jax.metrics.thresholds import Thresholds
 from pols_jax.normalizers import Normalizer
 from pols_jax.search.exported import Exported
-from pols_jax.training.checkpoint_reading import HeadRows, crc32
+from pols_jax.training.checkpoint_reading import HeadRows
 from pols_jax.training.run_normalizer import score_id
 from pols_jax.training.runs import Run
+from pols_jax.training.stored_arrays import crc32
 
 if TYPE_CHECKING:
     from pols_jax.evaluation.adopting import Adopted

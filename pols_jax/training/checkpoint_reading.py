@@ -1,8 +1,8 @@
 """Reads checkpoints, and checks everything that it gives out.
 
 A stored array is opened where it lies: reading writes nothing, and may happen while the run is being trained. Nothing is
-trusted without its checksum. `seal` makes the ``meta`` of a checkpoint, which has a checksum of every array, one of every
-block of rows of the output layer, and one of itself; so a changed bit is an error, wherever it is.
+trusted without its checksum. `seal` makes the ``meta`` of a checkpoint, which has a checksum of every array, or of each
+of its chunks, and one of itself; so a changed bit is an error, wherever it is.
 """
 
 import contextlib
@@ -12,9 +12,9 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,16 +23,14 @@ from jaxtyping import Float
 
 from pols_jax.errors import CheckpointError, ConfigError, PolsError, reason_of, shell_word
 from pols_jax.training.config import RunConfig
+from pols_jax.training.stored_arrays import ArrayParts, StoredArray, checksums, chunk_rows, leaf_name
 
 HEAD = ("params.head.kernel", "params.head.bias")
 """The names of the two arrays of the output layer."""
 
-# Rows of the head are stored and checked in blocks of about this size: one class is read with one small file.
-_BLOCK_BYTES = 2**20
-# ... but never in more blocks than this.
-_MAX_BLOCKS = 4096
-# What `meta` holds; checkpoints of the first format have neither blocks nor a checksum of `meta` itself.
-_KEYS = {"step", "config", "data", "validation_accuracy", "arrays", "head", "checksum"}
+# What `meta` holds. In the second format each array had one checksum; in the first, `meta` itself had none.
+_KEYS = {"step", "config", "data", "validation_accuracy", "arrays", "checksum"}
+_KEYS_OF_SECOND_FORMAT = {*_KEYS, "head"}
 _KEYS_OF_FIRST_FORMAT = {"step", "config", "crc32"}
 
 
@@ -77,8 +75,10 @@ class StoredCheckpoint:
             meta = json.loads(self._metadata)
             if meta.keys() == _KEYS_OF_FIRST_FORMAT:
                 arrays = {name: [None, None, crc32] for name, crc32 in meta["crc32"].items()}
-                meta = {"data": None, "validation_accuracy": None, "head": None, "arrays": arrays} | meta
-            elif meta.keys() != _KEYS or meta["checksum"] != _checksum_of_meta(meta):
+                meta = {"data": None, "validation_accuracy": None, "arrays": arrays} | meta
+            elif meta.keys() not in (_KEYS, _KEYS_OF_SECOND_FORMAT) or meta["checksum"] != _checksum_of_meta(
+                meta
+            ):
                 raise self.error("is damaged: its metadata has changed")
             if meta["step"] != self.step:
                 raise self.error(f"is damaged: it says that it is of step {meta['step']}")
@@ -114,16 +114,33 @@ class StoredCheckpoint:
             )
 
     def read(self, template: Any) -> Any:
-        """Reads and checks the state, or the part of it that a template has the structure, shapes and dtypes of."""
+        """Reads and checks the state, or the part of it that a template has the structure, shapes and dtypes of.
+
+        A leaf of the template that has a method ``placed`` says itself what becomes of the array: it is called with the
+        function ``rows(start, stop)`` that reads rows. All other leaves become NumPy arrays.
+        """
         leaves, structure = jax.tree_util.tree_flatten_with_path(template)
-        wanted = {leaf_name(path): (np.dtype(leaf.dtype), np.shape(leaf)) for path, leaf in leaves}
-        return jax.tree_util.tree_unflatten(structure, self._read_arrays(wanted))
+        with self._one_sentence():
+            arrays = []
+            for path, leaf in leaves:
+                arrays.append(self.array(leaf_name(path)))
+                self._check_kind(arrays[-1], np.dtype(leaf.dtype), np.shape(leaf))
+            for array in arrays:
+                array.start()
+            return jax.tree_util.tree_unflatten(
+                structure,
+                [
+                    leaf.placed(array.rows) if hasattr(leaf, "placed") else array.read()
+                    for (_, leaf), array in zip(leaves, arrays, strict=True)
+                ],
+            )
 
     def problem(self) -> str | None:
         """Reads all of it; returns a sentence that says what is wrong, None if it is intact."""
         try:
-            kinds = {name: (dtype, shape) for name, (dtype, shape, _) in self.meta["arrays"].items()}
-            self._read_arrays(kinds)
+            with self._one_sentence():
+                for name in self.meta["arrays"]:
+                    self.array(name).check()
         except CheckpointError as error:
             return str(error)
         return None
@@ -147,29 +164,22 @@ class StoredCheckpoint:
                 "kvstore": {"driver": "file", "path": f"{folder}/"},
                 "fill_missing_data_reads": False,  # a file that is gone is not zeros
             }
-            array = tensorstore.open(spec, open=True, read=True).result()
-            self._check_kind(name, array, *self.meta["arrays"][name][:2])
+            return tensorstore.open(spec, open=True, read=True).result()
+
+    def array(self, name: str) -> StoredArray:
+        """An array of the state, which checks what it reads."""
+        store = self.open_array(name)
+        with self._one_sentence():
+            dtype, shape, checksum = self.meta["arrays"][name]
+            array = StoredArray(store, checksum, self.error, name=name)
+            self._check_kind(array, dtype, shape)
             return array
 
-    def _read_arrays(self, wanted: Mapping[str, tuple[Any, Any]]) -> list[np.ndarray]:
-        with self._one_sentence():
-            arrays = {name: self.open_array(name) for name in wanted}
-            for name, array in arrays.items():
-                self._check_kind(name, array, *wanted[name])
-            reads = {name: array.read() for name, array in arrays.items()}
-            values = []
-            for name, read in reads.items():
-                values.append(np.asarray(read.result()))
-                if crc32(values[-1]) != self.meta["arrays"][name][2]:
-                    raise self.error(f"is damaged: {name} has changed")
-            return values
-
-    def _check_kind(self, name: str, array: Any, dtype: Any, shape: Any) -> None:
-        found = (array.dtype.numpy_dtype, tuple(array.shape))
-        if dtype is not None and found != (np.dtype(dtype), tuple(shape)):
+    def _check_kind(self, array: StoredArray, dtype: Any, shape: Any) -> None:
+        if dtype is not None and (array.dtype, array.shape) != (np.dtype(dtype), tuple(shape)):
             raise self.error(
-                f"holds {name} as {found[0]} {list(found[1])} instead of {dtype} {list(shape)}; it is damaged, or of "
-                "another network"
+                f"holds {array.name} as {array.dtype} {list(array.shape)} instead of {dtype} {list(shape)}; it is damaged, "
+                "or of another network"
             )
 
     @contextlib.contextmanager
@@ -186,8 +196,8 @@ class StoredCheckpoint:
 class HeadRows:
     """Reads rows of a stored output layer without reading the rest.
 
-    A row is read and checked with the block of rows around it. Checkpoints that were written before there were checksums
-    of blocks are read as a whole, once.
+    A row is read and checked with the chunk of rows around it. Checkpoints that were written before there were checksums
+    of chunks are read as a whole, once.
 
     Args:
       run_dir: The run directory.
@@ -213,8 +223,7 @@ class HeadRows:
         self._checkpoint = StoredCheckpoint(run_dir, step)
         self._advice = advice
         with advised(run_dir, advice), self._checkpoint._one_sentence():
-            self._kernel, self._bias = (self._checkpoint.open_array(name) for name in HEAD)
-            self._blocks = self._checkpoint.meta["head"]
+            self._kernel, self._bias = (self._checkpoint.array(name) for name in HEAD)
             num_classes, num_features = self._kernel.shape
             if self._bias.shape != (num_classes,):
                 raise self._checkpoint.error("is damaged: kernel and bias of the output layer do not fit")
@@ -232,18 +241,19 @@ class HeadRows:
         outside = [class_id for class_id in class_ids if not 0 <= class_id < self.shape[0]]
         if outside:
             raise ValueError(f"class_ids must be in [0, {self.shape[0]}), got {outside[0]}.")
-        with advised(self._checkpoint.run_dir, self._advice), self._checkpoint._one_sentence():
-            if self._blocks is None:
-                kernel, bias = self._whole
-                return kernel[list(class_ids)], bias[list(class_ids)]
-            rows = self._blocks["rows"]
-            blocks = {block: self._read_block(block) for block in {i // rows for i in class_ids}}
-            kernel = np.zeros((len(class_ids), self.shape[1]), self._kernel.dtype.numpy_dtype)
-            bias = np.zeros(len(class_ids), self._bias.dtype.numpy_dtype)
-            for place, class_id in enumerate(class_ids):
-                block = blocks[class_id // rows]
-                kernel[place], bias[place] = block[0][class_id % rows], block[1][class_id % rows]
-            return kernel, bias
+        with self._advised():
+            return self._kernel.at(class_ids), self._bias.at(class_ids)
+
+    def rows(
+        self, start: int, stop: int
+    ) -> tuple[Float[np.ndarray, "classes features"], Float[np.ndarray, " classes"]]:
+        """Reads the kernel rows and the biases of the classes from ``start`` on, and before ``stop``.
+
+        Raises:
+          CheckpointError: if they cannot be read, or have changed.
+        """
+        with self._advised():
+            return self._kernel.rows(start, stop), self._bias.rows(start, stop)
 
     def blocks(self) -> Iterator[tuple[Float[np.ndarray, "block features"], Float[np.ndarray, " block"]]]:
         """Reads and checks all rows in order, a block at a time.
@@ -251,29 +261,15 @@ class HeadRows:
         Raises:
           CheckpointError: if some cannot be read, or have changed.
         """
-        num_classes, num_features = self.shape
-        rows = (
-            self._blocks["rows"]
-            if self._blocks
-            else head_blocks(4 * num_classes * num_features, num_classes).rows
-        )
+        num_classes = self.shape[0]
+        rows = chunk_rows(HEAD[0], self._kernel.shape, self._kernel.dtype) or num_classes
         for start in range(0, num_classes, rows):
-            yield self.read(list(range(start, min(start + rows, num_classes))))
+            yield self.rows(start, min(start + rows, num_classes))
 
-    def _read_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        rows = self._blocks["rows"]
-        place = slice(block * rows, min((block + 1) * rows, self.shape[0]))
-        reads = [array[place].read() for array in (self._kernel, self._bias)]
-        kernel, bias = (np.asarray(read.result()) for read in reads)
-        if crc32(kernel, bias) != self._blocks["crc32"][block]:
-            raise self._checkpoint.error(
-                f"is damaged: rows {place.start} to {place.stop - 1} of the output layer have changed"
-            )
-        return kernel, bias
-
-    @functools.cached_property
-    def _whole(self) -> list[np.ndarray]:
-        return self._checkpoint._read_arrays(dict.fromkeys(HEAD, (None, None)))
+    @contextlib.contextmanager
+    def _advised(self) -> Iterator[None]:
+        with advised(self._checkpoint.run_dir, self._advice), self._checkpoint._one_sentence():
+            yield
 
 
 @contextlib.contextmanager
@@ -286,57 +282,27 @@ def advised(run_dir: str | Path, advice: str | None = None) -> Iterator[None]:
         raise CheckpointError(f"{error} {advice or train}") from error
 
 
-class HeadBlocks(NamedTuple):
-    """How the rows of an output layer are divided into blocks: rows per block, and bytes of a block of the kernel."""
-
-    rows: int
-    num_bytes: int
-
-
-def head_blocks(num_bytes: int, num_rows: int) -> HeadBlocks:
-    """Divides an output layer of ``num_rows`` rows into blocks of about a megabyte."""
-    block_bytes = max(_BLOCK_BYTES, num_bytes // _MAX_BLOCKS)
-    return HeadBlocks(max(1, block_bytes * num_rows // max(1, num_bytes)), block_bytes)
-
-
 def seal(
     step: int,
-    state: Any,
+    arrays: Mapping[str, ArrayParts],
     *,
     config: Mapping[str, Any],
     data: Mapping[str, Any] | None = None,
     validation_accuracy: float | None = None,
+    add: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers,
 ) -> dict[str, Any]:
-    """Makes the ``meta`` of a checkpoint, by which a change of any bit of it is noticed."""
-    leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
-    head = None
-    if all(name in leaves for name in HEAD):
-        kernel, bias = (leaves[name] for name in HEAD)
-        rows = head_blocks(kernel.nbytes, len(kernel)).rows
-        places = [slice(start, start + rows) for start in range(0, len(kernel), rows)]
-        head = {"rows": rows, "crc32": [crc32(kernel[place], bias[place]) for place in places]}
+    """Makes the ``meta`` of a checkpoint, by which a change of any bit of it is noticed; ``add`` as in `checksums`."""
+    found = checksums(arrays, add=add)
     meta = {
         "step": step,
         "config": dict(config),
         "data": data,
         "validation_accuracy": validation_accuracy,
-        "arrays": {n: [leaf.dtype.name, list(leaf.shape), crc32(leaf)] for n, leaf in leaves.items()},
-        "head": head,
+        "arrays": {
+            name: [array.dtype.name, list(array.shape), found[name]] for name, array in arrays.items()
+        },
     }
     return meta | {"checksum": _checksum_of_meta(meta)}
-
-
-def crc32(*arrays: np.ndarray) -> int:
-    """The checksum of the bytes of some arrays, one after the other."""
-    value = 0
-    for array in arrays:
-        value = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, value)
-    return value
-
-
-def leaf_name(path: Any) -> str:
-    """The name that a leaf of the state is stored under."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _checksum_of_meta(meta: Mapping[str, Any]) -> int:

@@ -4,11 +4,14 @@ A checkpoint is a folder ``checkpoints/STEP`` with the whole training state, as 
 the step, the config, the data and checksums. The position in the data and the random numbers of a run are functions of
 its seed and step, so they need no storage of their own.
 
-The kernel and the bias of the output layer are stored in chunks of whole rows: `HeadRows` reads the rows of the asked
-classes and leaves the rest on the disk.
+The arrays of the output layer are stored in chunks of whole rows: `HeadRows` reads the rows of the asked classes and leaves
+the rest on the disk. With several hosts, all of them save and restore together, and each writes and reads its own rows.
 """
 
+import asyncio
 import contextlib
+import dataclasses
+import math
 import os
 import shutil
 import tempfile
@@ -20,22 +23,25 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from pols_jax.errors import CheckpointError, PolsError, reason_of
 from pols_jax.training.checkpoint_reading import (
-    HEAD,
     HeadRows,
     StoredCheckpoint,
     advised,
-    head_blocks,
-    leaf_name,
     newest_step,
     numbered_entries,
     seal,
     stored_steps,
 )
+from pols_jax.training.hosts import sum_of_hosts, texts_of_hosts
+from pols_jax.training.stored_arrays import ArrayParts, leaf_name
 
 __all__ = ["Checkpoints", "HeadRows", "Saved", "newest_step"]
+
+# Arrays that are written at the same time.
+_CONCURRENT = 8
 
 
 class Saved(NamedTuple):
@@ -97,7 +103,8 @@ class Checkpoints:
         Raises:
           CheckpointError: if the directory cannot be written to, or the disk has no room for one checkpoint.
         """
-        needed = sum(np.dtype(leaf.dtype).itemsize * np.size(leaf) for leaf in jax.tree.leaves(template))
+        leaves = jax.tree.leaves(template)
+        needed = sum(np.dtype(leaf.dtype).itemsize * math.prod(np.shape(leaf)) for leaf in leaves)
         with self._one_sentence(f"{self.directory} cannot be written to"):
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.directory):
@@ -122,7 +129,8 @@ class Checkpoints:
 
         Args:
           step: The number of steps that the state has seen.
-          state: The state; its leaves are copied before this returns.
+          state: The state, with leaves that all hosts have, or `ArrayParts` where each host has its own rows. They must
+            not be changed before `wait` returns.
           config: The config of the run, as `RunConfig.to_json` gives it.
           data: The provenance of the data of the run.
           validation_accuracy: Decides which checkpoint is the best; None if it was not measured at this step.
@@ -131,20 +139,26 @@ class Checkpoints:
           CheckpointError: if this or the checkpoint before could not be written.
         """
         self.wait()
-        state = jax.tree.map(np.asarray, state)
-        meta = seal(step, state, config=config, data=data, validation_accuracy=validation_accuracy)
+        arrays = {
+            leaf_name(path): leaf
+            if isinstance(leaf, ArrayParts)
+            else ArrayParts.of_first_host(leaf_name(path), np.asarray(leaf))
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        }
         with self._one_sentence(f"Could not write checkpoint {step} to {self.directory}"):
             # Orbax would make one, without the rest of the run.
             if self._manager is not None and not self.directory.is_dir():
                 raise FileNotFoundError("the directory is gone")
-            is_written = self._opened_manager().save(
+            meta = seal(
                 step,
-                args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(
-                        state, save_args=jax.tree_util.tree_map_with_path(_save_args, state)
-                    ),
-                    meta=ocp.args.JsonSave(meta),
-                ),
+                arrays,
+                config=config,
+                data=data,
+                validation_accuracy=validation_accuracy,
+                add=sum_of_hosts,
+            )
+            is_written = self._opened_manager().save(
+                step, args=ocp.args.Composite(state=_ArraysSave(arrays), meta=ocp.args.JsonSave(meta))
             )
         if not is_written:
             raise CheckpointError(
@@ -183,11 +197,22 @@ class Checkpoints:
           CheckpointError: if there are checkpoints, and none can be read.
         """
         problems: dict[int, str] = {}
-        for step in reversed(numbered_entries(self.run_dir)):
+        steps = numbered_entries(self.run_dir)
+        if len({*texts_of_hosts(str(steps))}) > 1:
+            raise CheckpointError(
+                f"The hosts do not find the same checkpoints in {self.directory}; the run directory has to be one that all "
+                "hosts see."
+            )
+        for step in reversed(steps):
+            state, problem = None, ""
             try:
-                return Saved(step, StoredCheckpoint(self.run_dir, step).read(template), problems)
+                state = StoredCheckpoint(self.run_dir, step).read(template)
             except CheckpointError as error:
-                problems[step] = str(error)
+                problem = str(error)
+            problem = next(filter(None, texts_of_hosts(problem)), None)  # all hosts go on from the same one
+            if problem is None:
+                return Saved(step, state, problems)
+            problems[step] = problem
         if problems:
             raise CheckpointError(
                 f"{' '.join(problems.values())} No checkpoint is left: bring one back, or move {self.directory} away to "
@@ -256,9 +281,7 @@ class Checkpoints:
                     cleanup_tmp_directories=True,  # what a killed training left
                 ),
                 item_handlers={
-                    # One folder per array and one file per chunk, instead of a database that all arrays share: rows
-                    # are read without an index, and writing is faster.
-                    "state": ocp.PyTreeCheckpointHandler(use_ocdbt=False),
+                    "state": _ArraysHandler(),
                     "meta": ocp.JsonCheckpointHandler(),
                 },
             )
@@ -294,7 +317,35 @@ class _NewestAndBest(preservation_policy.PreservationPolicy):
         return [step in kept for step in steps]
 
 
-def _save_args(path, leaf) -> ocp.SaveArgs:
-    if leaf_name(path) not in HEAD:
-        return ocp.SaveArgs()
-    return ocp.SaveArgs(chunk_byte_size=head_blocks(leaf.nbytes, len(leaf)).num_bytes)
+class _ArraysHandler(ocp.AsyncCheckpointHandler):
+    """Writes `ArrayParts` where Orbax tells it to, in the background."""
+
+    async def async_save(self, directory, args: "_ArraysSave") -> list[Future] | None:
+        """Starts to write; called on every process."""
+        return [CommitFutureAwaitingContractedSignals(_write_all(directory, args.arrays), name="arrays")]
+
+    def save(self, directory, args: "_ArraysSave"):
+        """Writes."""
+        asyncio.run(_write_all(directory, args.arrays))
+
+    def restore(self, directory, args: Any = None):
+        """Is not used: `StoredCheckpoint` reads."""
+        raise NotImplementedError
+
+
+@ocp.args.register_with_handler(_ArraysHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class _ArraysSave(ocp.args.CheckpointArgs):
+    """What an `_ArraysHandler` saves."""
+
+    arrays: Mapping[str, ArrayParts]
+
+
+async def _write_all(directory: Any, arrays: Mapping[str, ArrayParts]) -> None:
+    turns = asyncio.Semaphore(_CONCURRENT)
+
+    async def write(array: ArrayParts) -> None:
+        async with turns:
+            await array.write(directory)
+
+    await asyncio.gather(*map(write, arrays.values()))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pols_jax.data import ArraySplit, Dataset, find_augmentation
 from pols_jax.errors import ConfigError
 from pols_jax.memory import check_fits
+from pols_jax.training.class_parallel import mesh_of
 from pols_jax.training.config import RunConfig
 from pols_jax.training.network import make_model
 from pols_jax.training.optimizers import make_optimizer, make_schedule
@@ -21,11 +22,13 @@ __all__ = ["check_feasible", "check_shape", "num_parameters"]
 def check_feasible(config: RunConfig, dataset: Dataset) -> None:
     """Raises a `ConfigError` if the images do not suit the network or the settings, or a step does not fit in memory.
 
-    Compiles and allocates nothing.
+    Or if a mesh does not fit the devices. Compiles and allocates nothing.
     """
     train = dataset.train
     if config.head == "sampled":
         _check_drawn(config, dataset)
+    if config.head == "sharded":
+        mesh_of(config)
     if config.feature_passes and find_augmentation(config.augment, dataset) is None:
         raise ConfigError(f"--feature-passes: the training images of {dataset.name} are not augmented.")
     check_shape(
@@ -90,7 +93,7 @@ def _bytes_per_device(config: RunConfig, num_classes: int, image_shape: tuple[in
     """What a device holds beside the data: state and gradient, and its part of the batch and of the largest layer."""
     state, layer = _sizes(config, num_classes, image_shape)
     if config.head == "sharded":
-        state //= jax.device_count()
+        state //= config.mesh_shape(jax.device_count())[1]
     examples = config.batch_size // jax.device_count()
     return state + examples * (4 * math.prod(image_shape) + 2 * layer)
 

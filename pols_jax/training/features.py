@@ -24,6 +24,7 @@ from pols_jax.data import (
 from pols_jax.memory import check_fits
 from pols_jax.models import Classifier
 from pols_jax.training.config import RunConfig
+from pols_jax.training.hosts import gather_from_hosts
 from pols_jax.training.learning import DATA_AXIS
 from pols_jax.training.network import make_model
 from pols_jax.training.placement import replicate
@@ -47,13 +48,23 @@ def fitting_batch(image_shape: tuple[int, ...], *, most: int = 1024) -> int:
 def split_features(
     model: Classifier, variables: Any, split: Split, *, batch_size: int = 1024, advance: Any = lambda: None
 ) -> tuple[Float[np.ndarray, "examples features"], Int[np.ndarray, " examples"]]:
-    """Computes the features ``[n, d]`` and labels ``[n]`` of a split, each example once, on all local devices.
+    """Computes the features ``[n, d]`` and labels ``[n]`` of a split, each example once, on the devices of all hosts.
 
     They are in the order of the split; pictures that cannot be decoded are left out. ``advance`` is called after every
-    batch.
+    batch. All hosts get all features.
     """
-    batches = evaluation_batches(split, batch_size=_for_all_devices(min(batch_size, len(split))))
-    return _features(model, variables, batches, advance)
+    count = jax.process_count()
+    batch_size = count * _for_all_devices(-(-min(batch_size, len(split)) // count))
+    batches = evaluation_batches(
+        split, batch_size=batch_size, process_index=jax.process_index(), process_count=count
+    )
+    if count == 1:
+        return _features(model, variables, batches, advance)
+    features, labels, where = (
+        np.concatenate(np.swapaxes(gather_from_hosts(np.stack(arrays)), 0, 1).reshape(-1, *arrays[0].shape))
+        for arrays in zip(*_batch_features(model, variables, batches, advance), strict=True)
+    )
+    return features[where], labels[where]
 
 
 def feature_dataset(
@@ -122,17 +133,26 @@ def feature_dataset(
 def _features(
     model: Classifier, variables: Any, batches: Iterator[Batch], advance: Callable[[], None]
 ) -> tuple[Float[np.ndarray, "examples features"], Int[np.ndarray, " examples"]]:
+    found = [
+        (features[where], labels[where])
+        for features, labels, where in _batch_features(model, variables, batches, advance)
+    ]
+    features, labels = zip(*found, strict=True)
+    return np.concatenate(features), np.concatenate(labels)
+
+
+def _batch_features(
+    model: Classifier, variables: Any, batches: Iterator[Batch], advance: Callable[[], None]
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Features, labels and the mask of each batch, on the devices of this host."""
     num_devices = jax.local_device_count()
     variables = replicate(variables)
     apply = jax.pmap(model.backbone.apply, axis_name=DATA_AXIS, devices=jax.local_devices())
-    features, labels = [], []
     for batch in batches:
-        images, where = np.asarray(batch.images), np.asarray(batch.where)
+        images = np.asarray(batch.images)
         outputs = apply(variables, images.reshape((num_devices, -1, *images.shape[1:])))
-        features.append(np.concatenate(np.asarray(outputs))[where])
-        labels.append(np.asarray(batch.labels)[where])
+        yield np.concatenate(np.asarray(outputs)), np.asarray(batch.labels), np.asarray(batch.where)
         advance()
-    return np.concatenate(features), np.concatenate(labels)
 
 
 def _augmented_batches(config: RunConfig, dataset: Dataset, batch_size: int) -> Iterator[Batch]:

@@ -228,27 +228,18 @@ class _Run:
         return bool(largest_of_hosts(int(is_enough)))
 
     def _whole(self, state: TrainState) -> TrainState:
-        """A state as checkpoints hold it, with the backbone in any case."""
+        """A state, or a template, as checkpoints hold it, with the backbone in any case."""
         return self.start.with_backbone(state) if self.start and self.trains_head else state
 
     def _start(self) -> TrainState:
         """The state of the newest checkpoint that can be read, or a new one."""
-        first = self.trainer.learner.init(self.trainer.dataset.image_shape)
-        if self.start is not None:
-            first = self.start.applied(first, self.trainer.learner.init_optimizer)
-        template = self._whole(first)
+        template = self._whole(self.trainer.template())
         self.checkpoints.prepare(template)
         saved = self.checkpoints.restore_newest(template)
-        found = -1 if saved is None else saved.step
-        if same_on_all_hosts(found) != found:
-            raise CheckpointError(
-                f"The hosts do not find the same newest checkpoint in {self.checkpoints.directory}; the run directory has "
-                "to be one that all hosts see."
-            )
         if saved is None:
             if self.start is not None:
                 self.progress.note(f"{_title(self.config)}: {self.start.info.what}")
-            return self.trainer.place(first)
+            return self.trainer.init(self.start)
         self._set_damaged_aside(saved)
         self.progress.note(f"{_title(self.config)}: resumed at step {saved.step}")
         return self.trainer.place(without_backbone(saved.state) if self.trains_head else saved.state)
@@ -272,7 +263,7 @@ class _Run:
     def _save(self, step: int, state: TrainState, validation_accuracy: float | None) -> None:
         self.checkpoints.save(
             step,
-            self._whole(self.trainer.whole(state)),
+            self._whole(self.trainer.stored(state)),
             config=self.config.to_json(),
             data=self.dataset.provenance,
             validation_accuracy=validation_accuracy,

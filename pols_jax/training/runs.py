@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,14 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pols_jax.class_shares import ClassShare
 from pols_jax.data import Dataset, load
 from pols_jax.errors import CheckpointError, RunError, shell_word
 from pols_jax.losses import LOSSES
 from pols_jax.models import Classifier
 from pols_jax.normalizers import Normalizer
 from pols_jax.schema import read_json
-from pols_jax.training.checkpoint_reading import StoredCheckpoint, advised, newest_step, stored_steps
+from pols_jax.training.checkpoint_reading import (
+    StoredCheckpoint,
+    advised,
+    newest_step,
+    stored_steps,
+)
 from pols_jax.training.config import RunConfig
+from pols_jax.training.hosts import gather_from_hosts
 from pols_jax.training.network import make_model
 from pols_jax.training.progress import MetricsLog, ended_early
 from pols_jax.training.run_files import (
@@ -157,10 +164,22 @@ class Run:
         )
         return {name: tree["backbone"] for name, tree in saved.items()}
 
-    def restore_head(self) -> tuple[np.ndarray, np.ndarray]:
-        """Reads the whole output layer: kernel ``[k, d]`` and bias ``[k]``."""
-        head = self._restore({"params": {"head": self._shapes["params"]["head"]}})["params"]["head"]
+    def restore_head(self, classes: range | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Reads the output layer, kernel ``[k, d]`` and bias ``[k]``; or the rows of some classes next to each other."""
+        head = self._shapes["params"]["head"]
+        if classes is not None:
+            head = jax.tree.map(lambda leaf: _SomeRows(leaf.shape, leaf.dtype, classes), head)
+        head = self._restore({"params": {"head": head}})["params"]["head"]
         return head["kernel"], head["bias"]
+
+    def class_share(self) -> ClassShare:
+        """The classes that this host looks at, when several hosts measure the run together."""
+        return ClassShare.of(
+            self.num_classes,
+            process=jax.process_index(),
+            count=jax.process_count(),
+            gather=gather_from_hosts,
+        )
 
     @functools.cached_property
     def _shapes(self) -> Any:
@@ -201,6 +220,18 @@ class Run:
                 f"The data set {dataset.name} has changed since the run in {self.directory} was trained on it; "
                 "bring the old data back, or train again."
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class _SomeRows:
+    """The template of an array of which some rows are read."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    classes: range
+
+    def placed(self, rows: Callable[[int, int], np.ndarray]) -> np.ndarray:
+        return rows(self.classes.start, self.classes.stop)
 
 
 def best_checkpoint(run_dir: str | Path) -> StoredCheckpoint | None:

@@ -4,6 +4,7 @@ Data that fits in memory lives on the devices, and many steps run per dispatch i
 streamed, one dispatch per step. All run the same `train_step`.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,10 +29,12 @@ from pols_jax.data import (
 )
 from pols_jax.heads import class_logits
 from pols_jax.losses import LinearLogits
+from pols_jax.training.class_parallel import ClassParallel
 from pols_jax.training.config import RunConfig
 from pols_jax.training.features import fitting_batch
 from pols_jax.training.learning import Learner, Totals, TrainState, train_step
-from pols_jax.training.placement import make_placement
+from pols_jax.training.placement import DataParallel
+from pols_jax.training.starting import Start
 
 # While training, single-logit metrics are measured on as many classes as keep the scores below this number.
 _MAX_SCORES = 2**26
@@ -63,7 +66,7 @@ class Trainer:
         # Features that are computed once are not distorted again.
         self.augment = None if config.train == "head" else find_augmentation(config.augment, dataset)
         self.num_workers = num_workers
-        self.placement = make_placement(config, dataset)
+        self.placement = (ClassParallel if config.head == "sharded" else DataParallel)(config, dataset)
         self.learner = self.placement.learner
         self.num_traces = 0  # how often the training program was compiled
         self._resident = None
@@ -78,16 +81,31 @@ class Trainer:
         return self.placement.place(state)
 
     def whole(self, state: TrainState) -> TrainState:
-        """Takes a state from the devices, as it was before `place`."""
+        """Takes a state from the devices of one host, as it was before `place`."""
         return self.placement.whole(state)
+
+    def stored(self, state: TrainState) -> TrainState:
+        """What a checkpoint stores of a state on the devices, see `Placement.stored`."""
+        return self.placement.stored(state)
+
+    def template(self) -> TrainState:
+        """What a stored state is read into; `place` takes the result."""
+        return self.placement.template(jax.eval_shape(lambda: self.learner.init(self.dataset.image_shape)))
 
     def step_of(self, state: TrainState) -> int:
         """The number of steps that a state on the devices has done."""
         return int(self.placement.first(state.step))
 
-    def init(self) -> TrainState:
-        """Creates the state before the first step, on the devices."""
-        return self.place(self.learner.init(self.dataset.image_shape))
+    def init(self, start: Start | None = None) -> TrainState:
+        """Creates the state before the first step, on the devices; from some weights, if there are any."""
+
+        def first(variables):
+            state = self.learner.init(self.dataset.image_shape)
+            if start is None:
+                return state
+            return dataclasses.replace(start, variables=variables).applied(state, self.learner.init_optimizer)
+
+        return self.placement.init(first, None if start is None else start.variables)
 
     def advance(self, state: TrainState, until: int) -> tuple[TrainState, Totals]:
         """Trains until a step is reached, or the loss is no longer finite.
@@ -104,7 +122,7 @@ class Trainer:
             return self._advance_by_stream(train, state, until)
         if self._resident is None:
             self._resident = self.placement.put((train.images, train.labels))
-        state, totals = self._advance(state, self._resident, jnp.asarray(until, jnp.int32))
+        state, totals = self._advance(state, self._resident, np.int32(until))
         return state, self.placement.first(totals)
 
     def _advance_by_stream(self, train, state, until):
@@ -114,8 +132,7 @@ class Trainer:
                 seed=self.config.seed,
                 start_step=self.step_of(state),
                 batch_size=self.config.batch_size,
-                process_index=jax.process_index(),
-                process_count=jax.process_count(),
+                **self.placement.host_part(),
                 num_workers=self.num_workers,
             )
             self._stream = prefetch_to_device(batches, put=self.placement.put_batch)
@@ -188,17 +205,17 @@ class Trainer:
         """
         split, num_classes = self.dataset.validation, self.dataset.num_classes
         num_columns = max(1, min(num_classes, _MAX_SCORES // len(split)))
-        columns = jnp.asarray(np.linspace(0, num_classes - 1, num_columns).round().astype(np.int32))
+        columns = np.linspace(0, num_classes - 1, num_columns).round().astype(np.int32)
         outputs = [
             jax.tree.map(np.asarray, self._measure(state, batch, columns))
-            for batch in _batches_for_all_hosts(split)
+            for batch in _batches_for_all_hosts(split, **self.placement.host_part())
         ]
         sizes = np.array([out["examples"] for out in outputs])
         scores, labels, where = (np.concatenate([out[name] for out in outputs]) for name in _PER_EXAMPLE)
         scores, labels = scores[where], labels[where]
         # -1 for an example of a class that is not among the columns: a negative for each of them.
         places = np.full(num_classes, -1, np.int32)
-        places[np.asarray(columns)] = np.arange(num_columns)
+        places[columns] = np.arange(num_columns)
         places = places[labels]
         slc = metrics.slc_metrics(jnp.asarray(scores), jnp.asarray(places))
         return {
@@ -257,11 +274,9 @@ def _violation_rate(scores, labels) -> float:
     return float(principle.violation_rate(jnp.asarray(scores), jnp.asarray(labels)))
 
 
-def _batches_for_all_hosts(split: Split) -> Iterator[Batch]:
+def _batches_for_all_hosts(split: Split, **host_part: Any) -> Iterator[Batch]:
     # Not larger than the split, and a multiple of the number of devices.
     num_devices = jax.device_count()
     image_shape = split.image_shape if isinstance(split, StreamSplit) else split.images.shape[1:]
     batch_size = -(-min(fitting_batch(image_shape), len(split)) // num_devices) * num_devices
-    return evaluation_batches(
-        split, batch_size=batch_size, process_index=jax.process_index(), process_count=jax.process_count()
-    )
+    return evaluation_batches(split, batch_size=batch_size, **host_part)

@@ -376,10 +376,10 @@ def test_a_run_that_changes_while_it_is_measured_gets_no_wrong_files(
         path.unlink()
     restore_head = Run.restore_head
 
-    def restore_and_change(run):
+    def restore_and_change(run, classes):
         meta = run_dir / "checkpoints" / "100" / "meta" / "metadata"
         meta.write_text(json.dumps(json.loads(meta.read_text()) | {"saved": "again"}))
-        return restore_head(run)
+        return restore_head(run, classes)
 
     monkeypatch.setattr(Run, "restore_head", restore_and_change)
     with pytest.raises(CheckpointError, match="its metadata has changed"):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shares import together
 from sklearn.metrics import average_precision_score, precision_recall_curve
 
 from pols_jax import metrics, principle
@@ -202,3 +203,27 @@ def test_a_hundred_thousand_classes_need_less_than_4_gb():
 def test_labels_that_are_no_classes_are_refused_in_one_sentence(labels):
     with pytest.raises(ValueError, match=r"labels must be at least one, and in \[0, 3\)"):
         ScoredSplit(np.ones((len(labels), 2), np.float32), labels, np.ones((3, 2), np.float32), np.zeros(3))
+
+
+@pytest.mark.parametrize("count", [2, 22], ids=["two", "more than classes"])
+def test_processes_that_share_out_the_classes_find_what_one_finds(reference, count):
+    features, labels, kernel, bias, _ = reference
+    thresholds = np.quantile(kernel, [0.3, 0.9], axis=1).T.astype(np.float32)
+    options = {"thresholds": thresholds, "bins": np.linspace(-9, 9, 5)}
+    alone = ScoredSplit(features, labels, kernel, bias, block_size=2)
+    stats, counts = measured(alone, **options)
+
+    def measure(share):
+        own = slice(share.classes.start, share.classes.stop)
+        scored = ScoredSplit(features, labels, kernel[own], bias[own], block_size=2, share=share)
+        return *measured(scored, **options), scored.column(11)
+
+    for found_stats, found_counts, column in together(measure, num_classes=len(kernel), count=count):
+        jax.tree.map(assert_same_up_to_rounding, (found_stats, found_counts), (stats, counts))
+        np.testing.assert_allclose(column, alone.column(11), rtol=1e-5, atol=1e-6)
+
+
+def assert_same_up_to_rounding(found, expected):
+    """Products and sums of other blocks are rounded in another order; counts are the same."""
+    rtol = 0 if np.asarray(expected).dtype.kind == "i" else 1e-5
+    np.testing.assert_allclose(found, expected, rtol=rtol)

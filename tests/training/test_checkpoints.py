@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import zlib
 from types import SimpleNamespace
 
 import chex
@@ -12,7 +13,7 @@ import pytest
 import tensorstore
 
 from pols_jax.errors import CheckpointError
-from pols_jax.training import checkpoint_reading
+from pols_jax.training import stored_arrays
 from pols_jax.training.checkpoint_reading import StoredCheckpoint
 from pols_jax.training.checkpoints import Checkpoints, HeadRows, newest_step
 
@@ -239,7 +240,7 @@ def two_blocks(tmp_path_factory):
     """A head of two blocks of rows, in several files."""
     run_dir = tmp_path_factory.mktemp("blocks")
     with pytest.MonkeyPatch.context() as patch, Checkpoints(run_dir) as checkpoints:
-        patch.setattr(checkpoint_reading, "_BLOCK_BYTES", 32 * 25)
+        patch.setattr(stored_arrays, "_CHUNK_BYTES", 32 * 25)
         checkpoints.save(1, some_state(), config={}, data={"a": 1})
         checkpoints.wait()
     return run_dir
@@ -291,16 +292,26 @@ def test_a_pipe_in_the_place_of_a_chunk_is_an_error_and_no_hang(two_blocks, tmp_
         HeadRows(run_dir)
 
 
-def in_the_first_format(run_dir):
+def in_an_older_format(run_dir, number):
+    """Each array has one checksum; in the first format there is nothing else."""
     path = run_dir / "checkpoints" / "1" / "meta" / "metadata"
     meta = json.loads(path.read_text())
-    crc32 = {name: checksum for name, (_, _, checksum) in meta["arrays"].items()}
-    path.write_text(json.dumps({"step": meta["step"], "config": meta["config"], "crc32": crc32}))
+    stored = StoredCheckpoint(run_dir, 1)
+    for name, entry in meta["arrays"].items():
+        entry[2] = stored_arrays.crc32(stored.array(name).read())
+    if number == 1:
+        crc32 = {name: checksum for name, (_, _, checksum) in meta["arrays"].items()}
+        meta = {"step": meta["step"], "config": meta["config"], "crc32": crc32}
+    else:
+        meta = {name: value for name, value in meta.items() if name != "checksum"} | {"head": None}
+        meta["checksum"] = zlib.crc32(json.dumps(meta, sort_keys=True).encode())
+    path.write_text(json.dumps(meta))
     return run_dir
 
 
-def test_a_checkpoint_without_checksums_of_rows_is_read_as_a_whole_and_checked(two_blocks, tmp_path):
-    run_dir = in_the_first_format(shutil.copytree(two_blocks, tmp_path / "run"))
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_checkpoint_without_checksums_of_rows_is_read_as_a_whole_and_checked(two_blocks, tmp_path, number):
+    run_dir = in_an_older_format(shutil.copytree(two_blocks, tmp_path / "run"), number)
     kernel, bias = HeadRows(run_dir).read([7, 3])
     np.testing.assert_array_equal(kernel, some_state()["params"]["head"]["kernel"][[7, 3]])
     np.testing.assert_array_equal(bias, some_state()["params"]["head"]["bias"][[7, 3]])

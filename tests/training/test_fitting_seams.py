@@ -33,14 +33,17 @@ class QuickTrainer:
     def __init__(self, config, dataset, *, num_workers=0):
         self.dataset, self.learner = dataset, SimpleNamespace(init=self.init)
 
-    def init(self, image_shape):
+    def template(self):
+        return self.init()
+
+    def init(self, start=None):
         head = {"kernel": np.ones((10, 4), np.float32), "bias": np.zeros(10, np.float32)}
         return {"params": {"head": head}, "step": np.int32(0)}
 
     def place(self, state):
         return state
 
-    def whole(self, state):
+    def stored(self, state):
         return state
 
     def step_of(self, state):

@@ -13,9 +13,10 @@ from pols_jax.evaluation.measuring import evaluate
 from pols_jax.losses import LOSSES
 from pols_jax.search.class_bank import ClassBank
 from pols_jax.training.checkpoints import Checkpoints
+from pols_jax.training.class_parallel import ClassParallel, make_mesh
 from pols_jax.training.config import RunConfig
 from pols_jax.training.fitting import RunOptions, fit
-from pols_jax.training.placement import ClassParallel, DataParallel, make_mesh
+from pols_jax.training.placement import DataParallel
 from pols_jax.training.trainer import Trainer
 
 # 80 training images in batches of 32: the third batch of every epoch is only half full. 10 classes: not a multiple of 4.
@@ -97,11 +98,10 @@ def test_a_checkpoint_of_one_mesh_opens_on_another_and_in_the_dense_form(tmp_pat
     ):
         trainer = Trainer(dataclasses.replace(CONFIG, **placement), digits)
         with Checkpoints(part, keep=1) as checkpoints:
-            template = trainer.learner.init(digits.image_shape)
-            saved = checkpoints.restore_newest(template)
-            state = trainer.place(template if saved is None else saved.state)
+            saved = checkpoints.restore_newest(trainer.template())
+            state = trainer.init() if saved is None else trainer.place(saved.state)
             state, _ = trainer.advance(state, steps)
-            checkpoints.save(steps, trainer.whole(state), config={}, validation_accuracy=None)
+            checkpoints.save(steps, trainer.stored(state), config={}, validation_accuracy=None)
             checkpoints.wait()
     expected = whole.validation
     measured = trainer.validate(state)

@@ -8,8 +8,11 @@ first step.
 from pols_jax.training.hosts.agreement import (
     check_same_settings,
     from_first_host,
+    gather_from_hosts,
     largest_of_hosts,
     same_on_all_hosts,
+    sum_of_hosts,
+    texts_of_hosts,
 )
 from pols_jax.training.hosts.joining import joined, peers_told
 from pols_jax.training.hosts.places import DEFAULT_TIMEOUT
@@ -18,8 +21,11 @@ __all__ = [
     "DEFAULT_TIMEOUT",
     "check_same_settings",
     "from_first_host",
+    "gather_from_hosts",
     "joined",
     "largest_of_hosts",
     "peers_told",
     "same_on_all_hosts",
+    "sum_of_hosts",
+    "texts_of_hosts",
 ]

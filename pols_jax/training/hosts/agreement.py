@@ -111,6 +111,20 @@ def from_first_host(value: str) -> str:
     return _wait_for(store, key, "the first host")
 
 
+def texts_of_hosts(text: str) -> list[str]:
+    """The texts of all hosts, by process id, without a device."""
+    if jax.process_count() == 1:
+        return [text]
+    store = distributed.global_state.client
+    assert store is not None
+    key = Session.next_key()
+    store.key_value_set(f"{key}/{jax.process_index()}", text)
+    return [
+        _wait_for(store, f"{key}/{index}", f"the host with --process-id {index}")
+        for index in range(jax.process_count())
+    ]
+
+
 def _wait_for(store: Any, key: str, who: str, *, timeout: float | None = None) -> str:
     """Waits for a key in small steps, so that Ctrl-C is heard."""
     timeout = Session.timeout if timeout is None else timeout
@@ -140,3 +154,20 @@ def same_on_all_hosts(value: int) -> int:
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def gather_from_hosts(array: np.ndarray) -> np.ndarray:
+    """The arrays of all hosts, of one shape and dtype, along a new first axis; bit for bit, whatever the dtype."""
+    array = np.ascontiguousarray(array)
+    if jax.process_count() == 1:
+        return array[None]
+    if not array.size:
+        return np.zeros((jax.process_count(), *array.shape), array.dtype)
+    # Through a device 64-bit numbers would lose half of their bits.
+    gathered = np.ascontiguousarray(multihost_utils.process_allgather(array.reshape(-1).view(np.uint8)))
+    return gathered.view(array.dtype).reshape((jax.process_count(), *array.shape))
+
+
+def sum_of_hosts(array: np.ndarray) -> np.ndarray:
+    """The sum over all hosts of their arrays, in the dtype that they have."""
+    return gather_from_hosts(array).sum(axis=0, dtype=array.dtype)
