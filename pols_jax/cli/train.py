@@ -75,7 +75,7 @@ pols train --run-dir runs/mine --resume
         "data": "dataset data_dir image_size channels max_bytes augment max_classes characters fonts train_faces "
         "validation_faces test_faces",
         "model": "model width hidden_sizes auxiliary dtype init_from train feature_passes pixels head mesh bias_init",
-        "loss": "loss margin alpha num_noise num_drawn noise",
+        "loss": "loss margin alpha num_noise noise",
         "optimization": "steps batch_size accumulate learning_rate backbone_rate optimizer momentum weight_decay clip_norm "
         "class_weights schedule warmup_steps decay_steps decay_rate sweep_steps choose_by seed",
         "run": "preset presets run_dir resume evaluate_every stop_after checkpoint_every keep_checkpoints on_nan workers normalizer "

@@ -307,12 +307,10 @@ def loss_of_touched(
     *,
     sampler: Sampler,
     num_noise: int,
-    num_drawn: int | None = None,
 ) -> Float[Array, " batch"]:
     """Computes `sampled_noise_contrastive_estimation` from the rows of the touched classes alone.
 
     A class that is true for several examples, or drawn several times, or both, has one row, and one sum of its gradients.
-    The exact loss of t noise classes can be had from fewer draws s on average: each then counts t / s times.
 
     Args:
       features: Features, shape ``[m, d]``.
@@ -320,8 +318,7 @@ def loss_of_touched(
       bias: Their biases, shape ``[u]``.
       touched: Which classes they are; ``true`` may be that of a part of the batch.
       sampler: What drew the noise classes.
-      num_noise: The number of noise classes of the loss, t.
-      num_drawn: How many were drawn, s; None if t.
+      num_noise: How many were drawn.
 
     Returns:
       One loss per example, shape ``[m]``.
@@ -339,8 +336,7 @@ def loss_of_touched(
     shifts = bias.astype(dtype) - log_counts.astype(dtype)
     scores = _sum_of_products("md,ud->mu", features, kernel, dtype) + shifts[None, :]
     true_scores = jnp.take_along_axis(scores, touched.true[:, None], axis=1)[:, 0]
-    counts = touched.repetitions.astype(dtype) * (num_noise / (num_drawn or num_noise))
-    return _equation(true_scores, scores, counts)
+    return _equation(true_scores, scores, touched.repetitions.astype(dtype))
 
 
 class _Rows(NamedTuple):

@@ -127,8 +127,7 @@ class Setup(DataConfig):
       bias_init: First biases of the output layer; 0, or for sigmoid losses -log(k - 1).
       evaluate_every: Steps between two looks at the validation split.
       stop_after: End after this many looks without a better accuracy.
-      head: blockwise holds no array of all logits; sharded spreads the classes; sampled draws some (NCE).
-      num_drawn: Sampled head: classes drawn in a step, if not --num-noise; fewer count for more.
+      head: blockwise holds no array of all logits; sharded spreads the classes; sampled draws --num-noise (NCE).
       mesh: Sharded head: parts of batch and classes, such as data=2,class=4.
 
     Examples:
@@ -165,7 +164,6 @@ class Setup(DataConfig):
     evaluate_every: Count = 200
     stop_after: Count | None = None
     head: Literal["dense", "blockwise", "sharded", "sampled"] = "dense"
-    num_drawn: Count | None = None
     mesh: str | None = None
 
     def __post_init__(self):
@@ -199,8 +197,6 @@ class Setup(DataConfig):
 
     def _check_sampled(self) -> None:
         if self.head != "sampled":
-            if self.num_drawn is not None:
-                raise ConfigError(f"--num-drawn is an option of --head sampled, not of --head {self.head}.")
             return
         if self.optimizer not in _ROW_OPTIMIZERS:
             *names, last = _ROW_OPTIMIZERS

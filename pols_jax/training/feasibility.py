@@ -41,11 +41,10 @@ def check_feasible(config: RunConfig, dataset: Dataset) -> None:
 
 
 def _check_drawn(config: RunConfig, dataset: Dataset) -> None:
-    name, count = ("--num-drawn", config.num_drawn) if config.num_drawn else ("--num-noise", config.num_noise)
-    if count is not None and count > dataset.num_classes:
+    if (config.num_noise or 1) > dataset.num_classes:
         raise ConfigError(
-            f"{name} {count} draws more classes than the {dataset.num_classes:,} of {dataset.name}; draw fewer, or take all "
-            "of them with --head blockwise."
+            f"--num-noise {config.num_noise} draws more classes than the {dataset.num_classes:,} of {dataset.name}; draw "
+            "fewer, or take all of them with --head blockwise."
         )
 
 

@@ -347,7 +347,6 @@ def make_sampled_head(config: RunConfig, dataset: Dataset) -> SampledHead:
     return SampledHead(
         UniformSampler(dataset.num_classes) if probs is None else make_noise_sampler(probs),
         options["num_noise"],
-        config.num_drawn or options["num_noise"],
         make_row_optimizer(
             config.optimizer, make_schedule(config), num_updates=config.steps, momentum=config.momentum
         ),

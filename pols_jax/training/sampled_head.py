@@ -44,8 +44,7 @@ class SampledHead:
 
     Attributes:
       sampler: Draws the noise classes.
-      num_noise: The number of noise classes of the loss.
-      num_drawn: How many are drawn in a step, for all examples together.
+      num_noise: How many are drawn in a step, for all examples together.
       optimizer: Updates the rows.
       seed: The seed of the run.
       clip_norm: Shrinks the gradient of backbone and touched rows together, if its norm is larger; None for never.
@@ -54,7 +53,6 @@ class SampledHead:
 
     sampler: Sampler
     num_noise: int
-    num_drawn: int
     optimizer: RowOptimizer
     seed: int
     clip_norm: float | None = None
@@ -75,7 +73,7 @@ class SampledHead:
     ) -> Touched:
         """Draws the noise classes of a step, and reads their rows and those of the true classes of all devices."""
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), step), _NOISE_KEY)
-        drawn = self.sampler.draw(key, (self.num_drawn,))
+        drawn = self.sampler.draw(key, (self.num_noise,))
         num_labels = len(labels)
         if axis_name is not None:
             labels = lax.all_gather(labels, axis_name, tiled=True)
@@ -106,7 +104,6 @@ class SampledHead:
             touched.classes,
             sampler=self.sampler,
             num_noise=self.num_noise,
-            num_drawn=self.num_drawn,
         )
         return GlobalBatch.of(labels, where, axis_name).mean(losses)
 

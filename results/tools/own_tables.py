@@ -136,7 +136,8 @@ def large_k_training_tables(record: Record) -> list[Table]:
             ),
             Column("memory beyond that", lambda m: int(m.case["bytes_beyond_state"]) / 1e6, "{:,.1f} MB"),
         ]
-        return Table.of(f"Steps of NCE with momentum{_sizes(measurements)}", columns, measurements)
+        title = f"Steps of NCE with momentum{_sizes(measurements).rpartition(',')[0]}"
+        return Table.of(title, columns, measurements)
 
     sizes = record.values("num_examples")
     return [table([m for m in record.measurements if m.case["num_examples"] == size]) for size in sizes]
