@@ -274,8 +274,8 @@ def arrange_over_hosts(devices: np.ndarray, num_hosts: int, num_data: int, num_c
 
 
 def _connect(mesh: Mesh) -> None:
-    """Runs a small sum over each axis, as `connect_devices` does over all devices."""
-    for axis in (DATA_AXIS, CLASS_AXIS):
+    """Runs a small sum over each axis and over both, as `connect_devices` does over all devices in their own order."""
+    for axis in (DATA_AXIS, CLASS_AXIS, (DATA_AXIS, CLASS_AXIS)):
         add = jax.shard_map(lambda x, axis=axis: lax.psum(x, axis), mesh=mesh, in_specs=P(), out_specs=P())
         jax.block_until_ready(jax.jit(add)(np.float32(1)))
 

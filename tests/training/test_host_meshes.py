@@ -110,6 +110,7 @@ def test_a_killed_host_ends_the_other_and_both_resume_bit_for_bit_and_measure_as
     hosts = start_two(*TRAIN, *flags, tmp_path / "killed")
     deadline = time.monotonic() + 600
     while not newest_step(tmp_path / "killed") and time.monotonic() < deadline:
+        assert all(host.poll() is None for host in hosts), [host.communicate()[0] for host in hosts]
         time.sleep(0.02)
     hosts[1].send_signal(signal.SIGKILL)
     killed_at = time.monotonic()

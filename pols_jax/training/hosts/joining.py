@@ -119,6 +119,10 @@ def _start_jax(place: Place, timeout: float) -> None:
         raise HostError(
             f"JAX could not connect the hosts at {place.address} ({reason_of(error)})."
         ) from error
+    if jax.local_devices()[0].platform == "cpu":
+        # A program for several hosts that comes from the cache can start its sums in another order than the other host, and
+        # gloo then aborts both: every host compiles its own.
+        jax.config.update("jax_enable_compilation_cache", False)
     check_same_settings({})  # before a program for all devices is compiled
     connect_devices()
 
