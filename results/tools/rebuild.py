@@ -58,7 +58,7 @@ def read_records(directory: str | Path) -> tuple[Experiments, Benchmarks]:
     experiments, benchmarks = {}, {}
     for path in sorted(Path(directory).glob("*.json")):
         record = read_json(path, error=ConfigError)
-        if record.keys() & {"normalizers", "exports", "serve"}:  # read by `rebuild`
+        if record.keys() & {"normalizers", "exports", "serve", "hosts"}:  # not for a table of experiments
             continue
         if "benchmark" in record:
             benchmarks[path.stem] = Record.load(path)
