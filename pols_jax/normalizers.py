@@ -1,14 +1,14 @@
 """Makes one logit as good as all of them, at a cost that does not depend on the number of classes.
 
 The log-probability of class c is ``z_c - log Z``, where ``log Z = log sum_j exp z_j`` needs all logits. A `Normalizer`
-estimates log Z from the features alone, with a few rows of its own. Subtracted from one logit, it turns the logit into
+estimates log Z from the features alone, with a few rows. Subtracted from one logit, it turns the logit into
 an estimate of the log-probability. Fitting it needs features and the output layer, but neither labels nor a new
 training: see docs/normalizer.md.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -24,17 +24,31 @@ from pols_jax.losses.checks import check_output_layer
 from pols_jax.losses.linear_logits import LinearLogits
 from pols_jax.losses.linear_stats import LinearStats
 from pols_jax.losses.precision import accumulation_dtype
-from pols_jax.row_clusters import clustered_rows, with_ones
+from pols_jax.row_clusters import cluster_rows, with_ones
 
-__all__ = ["Fit", "Normalizer", "fit_normalizer", "fold", "log_normalizer"]
+__all__ = [
+    "Clusters",
+    "Fit",
+    "Normalizer",
+    "estimates",
+    "fit_normalizer",
+    "fold",
+    "log_normalizer",
+    "rows_of_clusters",
+]
 
-# Examples whose log Z is computed in one go.
-_CHUNK = 2048
-# Features that are kept for a fit: 2 GiB, on the host and on the device.
+# Examples, and classes, whose logits are computed in one go.
+_CHUNK, _BLOCK = 2048, 8192
+# Features of an iterator that are kept: 2 GiB.
 _MAX_BYTES = 2**31
-# What an example counts for, beside how unsure the network is of it, if its estimate is too high and if it is too low: see
-# `_Pool`.
-_TOO_HIGH, _TOO_LOW = 0.3, 0.01
+# Examples that rows are fitted to, their shares of all clusters, and examples that decide when to stop.
+_MAX_FITTED, _MAX_SHARES, _MAX_HELD_OUT = 2**17, 2**26, 10_000
+# Rows of classes that are gathered for several examples at a time.
+_MAX_GATHERED_BYTES = 2**25
+# What the squared error of log Z counts for, beside the shares of the clusters.
+_TOTAL_WEIGHT = 0.1
+# Clusters are opened if the square of the rows is this many times the classes: half of the rows are then four clusters.
+_OPENED = 16
 # The average of the rows follows them over this part of the steps.
 _AVERAGED = 1 / 4
 
@@ -53,10 +67,99 @@ class Fit(NamedTuple):
     num_features: int
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("kernel", "bias", "fit"), meta_fields=())
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("kernel", "bias", "order", "sizes", "scales"),
+    meta_fields=("num_own", "first_class"),
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Clusters:
+    """Which classes each row of a normalizer stands for, and the output layer that has their own rows.
+
+    Attributes:
+      kernel: One row per class, shape ``[k, d]``.
+      bias: One number per class, shape ``[k]``.
+      order: The classes, one cluster after the other, shape ``[k]``.
+      sizes: The number of classes of each cluster, shape ``[C]``.
+      num_own: How many own rows of classes are read for an example.
+      first_class: The class of the first row of ``kernel``, if this process has the rows of some classes only.
+      scales: What the row of each class is multiplied with, shape ``[k]``; nothing if None.
+    """
+
+    kernel: Float[Array, "classes features"]
+    bias: Float[Array, " classes"]
+    order: Int[Array, " all_classes"]
+    sizes: Int[Array, " rows"]
+    num_own: int
+    first_class: int = 0
+    scales: Float[Array, " classes"] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        cluster_of: Int[np.ndarray, " classes"],
+        kernel: Float[ArrayLike, "classes features"],
+        bias: Float[ArrayLike, " classes"] | None,
+        *,
+        num_clusters: int,
+        num_own: int,
+        first_class: int = 0,
+    ) -> "Clusters":
+        """Sorts the classes by their cluster.
+
+        Examples:
+          >>> Clusters.of(np.array([1, 0, 1]), jnp.eye(3), None, num_clusters=2, num_own=2).order.tolist()
+          [1, 0, 2]
+        """
+        order = np.argsort(cluster_of, kind="stable").astype(np.int32)
+        sizes = np.bincount(cluster_of, minlength=num_clusters).astype(np.int32)
+        kernel = jnp.asarray(kernel)
+        bias = jnp.zeros(kernel.shape[:1]) if bias is None else jnp.asarray(bias)
+        return cls(kernel, bias, jnp.asarray(order), jnp.asarray(sizes), num_own, first_class)
+
+    @property
+    def cluster_of(self) -> Int[np.ndarray, " classes"]:
+        """The cluster of each class."""
+        clusters = np.empty(len(self.order), np.int32)
+        clusters[np.asarray(self.order)] = np.repeat(np.arange(len(self.sizes)), np.asarray(self.sizes))
+        return clusters
+
+    def log_sums(
+        self, features: Float[Array, " features"], estimates: Float[Array, " clusters"]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Opens the clusters with the largest estimates, as long as their classes are at most ``num_own``.
+
+        Returns:
+          The logsumexp of the estimates of the clusters that stay closed, and that of the logits of the others' classes.
+        """
+        by_size = jnp.argsort(-estimates)
+        sizes = jnp.where(self.sizes > self.num_own, 0, self.sizes)[by_size]
+        sizes = jnp.where(jnp.cumsum(sizes) <= self.num_own, sizes, 0)
+        repeat = functools.partial(jnp.repeat, repeats=sizes, total_repeat_length=self.num_own)
+        starts, places = jnp.cumsum(self.sizes) - self.sizes, jnp.arange(self.num_own)
+        within = places - repeat(jnp.cumsum(sizes) - sizes)
+        rows = self.order.at[repeat(starts[by_size]) + within].get(mode="clip") - self.first_class
+        closed = jnp.where(sizes > 0, -jnp.inf, estimates[by_size])
+        own = jnp.where(places < jnp.sum(sizes), self._logits(features, rows), -jnp.inf)
+        return jax.nn.logsumexp(closed), jax.nn.logsumexp(own)
+
+    def _logits(self, features, rows) -> Float[Array, " rows"]:
+        """The logits of some rows; minus infinity for those that another process has."""
+        logits = all_logits(features, self.kernel.at[rows].get(mode="clip").astype(jnp.float32), None)
+        if self.scales is not None:
+            logits = logits * self.scales.at[rows].get(mode="clip")
+        bias = self.bias.at[rows].get(mode="fill", fill_value=-jnp.inf, wrap_negative_indices=False)
+        return logits + bias.astype(jnp.float32)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("kernel", "bias", "fit", "clusters"), meta_fields=()
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Normalizer:
     """An estimate of ``log sum_j exp z_j`` from the features: ``logsumexp(kernel @ features + bias)``.
+
+    With ``clusters``, each row stands for some classes, and the classes of the largest of them are read themselves.
 
     It is a pytree, and calling it is pure: it may be jitted, vmapped, and passed to a jitted function.
 
@@ -64,6 +167,7 @@ class Normalizer:
       kernel: The rows, shape ``[C, d]``; one row makes it affine.
       bias: One number per row, shape ``[C]``.
       fit: How well it fits.
+      clusters: The classes that each row stands for; None if the rows stand for themselves.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -75,11 +179,12 @@ class Normalizer:
     kernel: Float[Array, "rows features"]
     bias: Float[Array, " rows"]
     fit: Fit
+    clusters: Clusters | None = None
 
     @property
     def num_rows(self) -> int:
-        """The number of rows C, which is what a call costs."""
-        return self.kernel.shape[0]
+        """The number of rows that a call reads."""
+        return self.kernel.shape[0] + (0 if self.clusters is None else self.clusters.num_own)
 
     def __call__(self, features: Float[Array, "*batch features"]) -> Float[Array, "*batch"]:
         """Estimates the log-normalizer of each example.
@@ -90,7 +195,61 @@ class Normalizer:
         Returns:
           One number per example, shape ``[...]``; the score of class c is its logit minus this.
         """
-        return jax.nn.logsumexp(all_logits(features, self.kernel, self.bias), axis=-1)
+        return jnp.logaddexp(*self.log_sums(features))
+
+    def log_sums(
+        self, features: Float[Array, "*batch features"]
+    ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+        """The two parts of the estimate: the logsumexp of the rows, and that of the classes that are read themselves."""
+        estimates = all_logits(features, self.kernel, self.bias)
+        clusters = self.clusters
+        if clusters is None or not clusters.kernel.shape[0]:
+            log_sum = jax.nn.logsumexp(estimates, axis=-1)
+            return log_sum, jnp.full_like(log_sum, -jnp.inf)
+        flat = (
+            jnp.asarray(features).reshape(-1, features.shape[-1]),
+            estimates.reshape(-1, len(clusters.sizes)),
+        )
+        row_bytes = clusters.num_own * clusters.kernel.shape[1] * clusters.kernel.dtype.itemsize
+        # A program for batches of any size takes the examples one by one.
+        at_once = max(1, _MAX_GATHERED_BYTES // row_bytes) if isinstance(flat[0].shape[0], int) else None
+        parts = lax.map(lambda example: clusters.log_sums(*example), flat, batch_size=at_once)
+        closed, own = (part.reshape(features.shape[:-1]) for part in parts)
+        return closed, own
+
+
+_log_sums = jax.jit(Normalizer.log_sums)
+
+
+def estimates(
+    normalizer: Normalizer | None,
+    features: Float[np.ndarray, "examples features"],
+    *,
+    share: ClassShare | None = None,
+) -> Float[np.ndarray, " examples"]:
+    """What a normalizer says about many examples; zeros if there is none.
+
+    Args:
+      normalizer: The normalizer.
+      features: Features, shape ``[n, d]``.
+      share: The classes that this process has the rows of, if it has not all of them.
+
+    Returns:
+      One number per example, shape ``[n]``.
+
+    Examples:
+      >>> estimates(None, np.ones((2, 3), np.float32)).tolist()
+      [0.0, 0.0]
+    """
+    if normalizer is None:
+        return np.zeros(len(features), np.float32)
+    parts = [np.zeros(0, np.float32)]
+    for start in range(0, len(features), _CHUNK):
+        closed, own = jax.device_get(_log_sums(normalizer, features[start : start + _CHUNK]))
+        if share is not None and not share.is_alone:
+            own = np.logaddexp.reduce(share.gather(own), axis=0)
+        parts.append(np.logaddexp(closed, own))
+    return np.concatenate(parts)
 
 
 def log_normalizer(
@@ -116,16 +275,10 @@ def log_normalizer(
       >>> log_normalizer(jnp.zeros((1, 3)), jnp.ones((4, 3)))
       Array([1.3863], dtype=float32)
     """
-    peak, log_sum = _peak_and_log_sum(features, kernel, bias, block_size)
-    return peak + log_sum
-
-
-def _peak_and_log_sum(features, kernel, bias, block_size) -> tuple[Array, Array]:
-    """The largest logit of each example, and by how much log Z exceeds it: minus the log of the largest probability."""
     features, kernel, bias = check_output_layer(features, kernel, bias)
     logits = LinearLogits(features, kernel, bias, block_size=block_size)
     _, parts = LinearStats(logits, jnp.zeros(features.shape[:-1], jnp.int32)).logsumexp()
-    return parts.peak, parts.log_sum
+    return parts.peak + parts.log_sum
 
 
 def fit_normalizer(
@@ -136,34 +289,35 @@ def fit_normalizer(
     num_rows: int,
     held_out: Float[ArrayLike, "others features"] | None = None,
     seed: int = 0,
-    num_steps: int = 1500,
+    num_steps: int = 1000,
     batch_size: int = 2048,
     learning_rate: float = 0.06,
-    block_size: int | None = None,
     share: ClassShare | None = None,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Normalizer:
     """Fits a normalizer to an output layer. It sees no labels.
 
-    The more features, and the more like those that will be asked about, the better: give distorted pictures, several
-    times. With as many rows as classes, or more, the normalizer is the output layer itself, and exact.
+    The classes are put into clusters of similar rows, and one row is fitted to what the classes of a cluster add up to.
+    Half of the rows that the normalizer may read are these. The other half are rows of the output layer itself: those
+    of the classes in the clusters with the largest estimates. With as many rows as classes, or more, the normalizer is
+    the output layer, and exact.
 
     Args:
-      features: Features of examples, shape ``[n, d]``, or an iterator of batches of them. Of an iterator, as many are
-        taken as fit in 2 GiB.
+      features: Features of examples, shape ``[n, d]``, or an iterator of batches of them, like those that will be asked
+        about. Of an iterator, as many are taken as fit in 2 GiB.
       kernel: One row per class, shape ``[k, d]`` (not ``[d, k]``); it may be spread over the devices of a mesh.
       bias: One number per class, shape ``[k]``; none if None.
-      num_rows: The number of rows C: 0 for an affine normalizer, which costs nothing once it is folded (see `fold`).
+      num_rows: The number of rows that a call may read: 0 for an affine normalizer, which costs nothing once it is
+        folded (see `fold`).
       held_out: Features of other examples, which decide when to stop; by default a tenth of ``features``.
-      seed: Decides the start, and the order of the examples.
+      seed: Decides the clusters, and the order of the examples.
       num_steps: Steps of the optimizer.
       batch_size: Examples in a step.
       learning_rate: How far the first step moves an entry of a row, as a share of the size of the kernel's entries; it
         falls to zero along a cosine.
-      block_size: How many classes are looked at in one go; chosen if None.
       share: The classes that this process has the rows of, if several processes fit one normalizer together: ``kernel``
-        and ``bias`` are theirs. All other arguments are the same on all of them, and so is what they get.
-      on_progress: Is called with what is being done, how much is done, and how much there is (0 if unknown).
+        and ``bias`` are theirs. All other arguments are the same on all of them.
+      on_progress: Is called with what is being done, how much is done, and how much there is.
 
     Returns:
       The normalizer. The same arguments give the same bits.
@@ -176,7 +330,7 @@ def fit_normalizer(
       >>> import numpy as np
       >>> rng = np.random.default_rng(0)
       >>> features, kernel = rng.normal(size=(500, 8)).astype("f"), rng.normal(size=(100, 8)).astype("f")
-      >>> normalizer = fit_normalizer(features, kernel, num_rows=16, num_steps=200, learning_rate=0.02)
+      >>> normalizer = fit_normalizer(features, kernel, num_rows=50, num_steps=200)
       >>> normalizer.fit.r_squared > 0.5
       True
     """
@@ -188,31 +342,61 @@ def fit_normalizer(
     is_finite = all(bool(jnp.all(jnp.isfinite(array))) for array in (kernel, bias) if array is not None)
     if not share.gather(np.array([is_finite])).all():
         raise ValueError("kernel and bias must be finite numbers.")
-    targets = _Targets(kernel, bias, block_size, share, on_progress)
-    pool = targets.of(features)
+    head = _Head(kernel, bias, share, on_progress)
+    training = _collected(features, kernel.shape[1])
     is_exact = num_rows >= share.num_classes
-    if len(pool.features) < max(2, 0 if is_exact else num_rows):
+    if len(training) < max(2, 0 if is_exact else num_rows):
         raise ValueError(
-            f"num_rows={num_rows} rows need at least as many features, got {len(pool.features)}; give more examples."
+            f"num_rows={num_rows} rows need at least as many features, got {len(training)}; give more examples."
         )
+    order = np.random.default_rng(seed).permutation(len(training))
     if held_out is not None:
-        training, testing = pool, targets.of(held_out)
+        testing = _collected(held_out, kernel.shape[1])[:_MAX_HELD_OUT]
     else:
-        order = np.random.default_rng(seed).permutation(len(pool.features))
         num_held_out = max(1, len(order) // 10)
-        training, testing = pool.at(np.sort(order[num_held_out:])), pool.at(np.sort(order[:num_held_out]))
+        testing, order = training[np.sort(order[:num_held_out][:_MAX_HELD_OUT])], order[num_held_out:]
+    num_fitted, clusters = len(order), None
+    num_clusters, num_own = rows_of_clusters(num_rows, share.num_classes)
+    if num_rows > 1:
+        order = order[: min(_MAX_FITTED, _MAX_SHARES // num_clusters)]
+    training = training[np.sort(order)]
     if is_exact:
-        rows = kernel, jnp.zeros(kernel.shape[:1], kernel.dtype) if bias is None else bias
-        if not share.is_alone:
-            rows = jax.tree.map(lambda array: jnp.asarray(share.concatenated(np.asarray(array))), rows)
+        rows, wanted = head.whole(), head.log_z(testing)
     elif num_rows <= 1:
-        rows = _affine_rows(training)
+        rows, wanted = _affine_rows(training, head.log_z(training)), head.log_z(testing)
     else:
-        start = clustered_rows(training.features, kernel, bias, num_rows=num_rows, seed=seed, share=share)
-        size = _size_of_entries(kernel, share)
-        learning_rate = learning_rate * size
-        rows = _descend(start, training, testing, learning_rate, num_steps, batch_size, seed, on_progress)
-    return Normalizer(rows[0], rows[1], _quality(rows, testing, len(training.features)))
+        found = cluster_rows(training, kernel, bias, num_clusters=num_clusters, seed=seed, share=share)
+        mine = found.cluster_of[share.classes.start : share.classes.stop]
+        pools = [(each, head.log_sums(each, mine, num_clusters)) for each in (training, testing)]
+        wanted = np.logaddexp.reduce(pools[1][1], axis=1)
+        step = learning_rate * head.size_of_entries()
+        rows = _descend((found.kernel, found.bias), *pools, step, num_steps, batch_size, seed, on_progress)
+        if num_own:
+            clusters = Clusters.of(
+                found.cluster_of,
+                kernel,
+                bias,
+                num_clusters=num_clusters,
+                num_own=num_own,
+                first_class=share.classes.start,
+            )
+    normalizer = Normalizer(*rows, Fit(0.0, 0.0, num_fitted), clusters)
+    error = float(np.mean(np.square(estimates(normalizer, testing, share=share) - wanted, dtype=np.float64)))
+    variance = max(float(np.var(wanted, dtype=np.float64)), 1e-12)
+    return dataclasses.replace(normalizer, fit=Fit(1.0 - error / variance, error**0.5, num_fitted))
+
+
+def rows_of_clusters(num_rows: int, num_classes: int) -> tuple[int, int]:
+    """Divides the rows of a normalizer: how many clusters there are, and how many own rows of classes are read.
+
+    With so many classes that fewer than four clusters could be opened, all rows are those of clusters.
+
+    Examples:
+      >>> rows_of_clusters(256, 2221), rows_of_clusters(256, 42174)
+      ((128, 128), (256, 0))
+    """
+    num_clusters = num_rows // 2 if num_rows**2 >= _OPENED * num_classes else num_rows
+    return num_clusters, num_rows - num_clusters
 
 
 def fold(
@@ -252,75 +436,68 @@ def fold(
     return folded, bias.astype(dtype) - normalizer.bias.astype(dtype)
 
 
-class _Pool(NamedTuple):
-    """Examples with the log Z that a normalizer should give them, and how unsure the network is of each.
+class _Head:
+    """An output layer, of which this process may have a share, asked class block by class block."""
 
-    Unsure is the probability of all classes but the likeliest. An example of which the network is unsure loses its rank
-    among the others if its log Z is off by a little. One of which it is sure does so only if its estimate is too high: that
-    lowers the score of its true class, while all its other scores are far too low to matter.
-    """
+    def __init__(self, kernel, bias, share: ClassShare, on_progress):
+        self._kernel = np.asarray(kernel)  # on the host, wherever the classes are
+        self._bias = np.zeros(len(kernel), np.float32) if bias is None else np.asarray(bias)
+        self._share, self._on_progress = share, on_progress
 
-    features: Float[np.ndarray, "examples features"]
-    log_z: Float[np.ndarray, " examples"]
-    unsure: Float[np.ndarray, " examples"]
+    def log_z(self, features: np.ndarray) -> Float[np.ndarray, " examples"]:
+        """The logsumexp of all logits of each example."""
+        return self.log_sums(features, np.zeros(len(self._kernel), np.int32), 1)[:, 0]
 
-    def at(self, index: slice | Int[np.ndarray, " some"]) -> "_Pool":
-        return _Pool(self.features[index], self.log_z[index], self.unsure[index])
+    def log_sums(self, features, cluster_of, num_clusters: int) -> Float[np.ndarray, "examples clusters"]:
+        """The logsumexp over the classes of each cluster; minus infinity if it is nothing beside the largest logit."""
+        order = np.argsort(cluster_of, kind="stable")
+        found = np.empty((len(features), num_clusters), np.float32)
+        for start in range(0, len(features), _CHUNK):
+            chunk = features[start : start + _CHUNK]
+            batch = np.zeros((_CHUNK, features.shape[1]), np.float32)
+            batch[: len(chunk)] = chunk
+            own = np.full((len(chunk), num_clusters), -np.inf, np.float32)
+            for first in range(0, len(order), _BLOCK):
+                block = order[first : first + _BLOCK]
+                peak, parts = jax.device_get(_peak_and_parts(batch, self._kernel[block], self._bias[block]))
+                clusters, starts = np.unique(cluster_of[block], return_index=True)
+                with np.errstate(divide="ignore"):
+                    log_sums = np.log(np.add.reduceat(parts[: len(chunk)], starts, axis=1))
+                log_sums += peak[: len(chunk), None]
+                own[:, clusters] = np.logaddexp(own[:, clusters], log_sums)
+            if not self._share.is_alone:
+                own = np.logaddexp.reduce(self._share.gather(own), axis=0)
+            found[start : start + len(chunk)] = own
+            self._on_progress("all logits of the examples", start + len(chunk), len(features))
+        return found
 
+    def whole(self) -> tuple[Array, Array]:
+        """Kernel and bias of all processes."""
+        kernel, bias = self._kernel, self._bias.astype(self._kernel.dtype)
+        if not self._share.is_alone:
+            kernel, bias = self._share.concatenated(kernel), self._share.concatenated(bias)
+        return jnp.asarray(kernel), jnp.asarray(bias)
 
-def _size_of_entries(kernel, share: ClassShare) -> float:
-    """The root of the mean square of the kernels of all processes."""
-    if share.is_alone:
-        return float(jnp.sqrt(jnp.mean(jnp.square(kernel.astype(jnp.float32)))))
-    total = share.sum(np.array([np.sum(np.square(np.asarray(kernel, np.float32)), dtype=np.float64)]))
-    return float(np.sqrt(total[0] / (share.num_classes * kernel.shape[1])))
-
-
-class _Targets:
-    """Computes log Z for features as they come."""
-
-    def __init__(self, kernel, bias, block_size, share, on_progress):
-        self._kernel, self._bias, self._share, self._on_progress = kernel, bias, share, on_progress
-        self._parts = jax.jit(functools.partial(_peak_and_log_sum, block_size=block_size))
-
-    def of(self, features) -> _Pool:
-        num_features = self._kernel.shape[1]
-        total = len(features) if hasattr(features, "shape") else 0
-        empty = np.zeros((0, num_features), np.float32), np.zeros(0, np.float32), np.zeros(0, np.float32)
-        parts, num_done = [_Pool(*empty)], 0
-        for batch in _chunks(features, num_features):
-            if not np.isfinite(batch).all():
-                raise ValueError("features must be finite numbers; some are NaN or infinite.")
-            padded = np.zeros((_CHUNK, num_features), np.float32)
-            padded[: len(batch)] = batch
-            peak, log_sum = self._peak_and_log_sum(padded)
-            log_z = (peak + log_sum).astype(np.float32)[: len(batch)]
-            unsure = -np.expm1(-log_sum.astype(np.float32)[: len(batch)])
-            parts.append(_Pool(batch, log_z, unsure))
-            num_done += len(batch)
-            self._on_progress("all logits of the examples", num_done, total)
-            if 4 * num_done * num_features >= _MAX_BYTES and not total:
-                break
-        return _Pool(*map(np.concatenate, zip(*parts, strict=True)))
-
-    def _peak_and_log_sum(self, features) -> tuple[np.ndarray, np.ndarray]:
-        """Over the classes of all processes."""
-        if self._share.is_alone:
-            return jax.device_get(self._parts(features, self._kernel, self._bias))
-        own = np.stack([np.full(len(features), -np.inf), np.zeros(len(features))])
-        if self._share.classes:
-            own = np.stack(jax.device_get(self._parts(features, self._kernel, self._bias))).astype(np.float64)
-        peaks, log_sums = np.moveaxis(self._share.gather(own), 1, 0)
-        first = np.argmax(peaks, axis=0)[None]
-        peak, rest = peaks.max(axis=0), np.expm1(np.take_along_axis(log_sums, first, axis=0)[0])
-        others = np.exp(peaks - peak + log_sums)
-        np.put_along_axis(others, first, 0.0, axis=0)  # to keep the digits of a sum that is close to one
-        return peak, np.log1p(rest + others.sum(axis=0))
+    def size_of_entries(self) -> float:
+        """The root of the mean square of the kernels of all processes."""
+        own = np.sum(np.square(self._kernel.astype(np.float32)), dtype=np.float64)
+        total = self._share.sum(np.array([own]))
+        return float(np.sqrt(total[0] / (self._share.num_classes * self._kernel.shape[1])))
 
 
-def _chunks(features, num_features: int) -> Iterator[np.ndarray]:
-    """Float32 features in chunks of at most `_CHUNK`."""
-    for batch in (features,) if hasattr(features, "shape") else features:
+@jax.jit
+def _peak_and_parts(features, kernel, bias) -> tuple[Array, Array]:
+    """The largest logit of each example, and the exponentials of all logits relative to it."""
+    logits = all_logits(features, kernel, bias)
+    peak = jnp.max(logits, axis=-1)
+    return peak, jnp.exp(logits - peak[:, None])
+
+
+def _collected(features, num_features: int) -> Float[np.ndarray, "examples features"]:
+    """Features as one array of finite float32 numbers."""
+    is_array = hasattr(features, "shape")
+    parts, num_bytes = [np.zeros((0, num_features), np.float32)], 0
+    for batch in (features,) if is_array else features:
         batch = np.asarray(batch)
         if batch.ndim != 2 or batch.shape[1] != num_features:
             raise ValueError(
@@ -328,47 +505,46 @@ def _chunks(features, num_features: int) -> Iterator[np.ndarray]:
             )
         if not jnp.issubdtype(batch.dtype, jnp.floating):
             raise TypeError(f"features must be floating-point numbers, got dtype {batch.dtype}.")
-        for start in range(0, len(batch), _CHUNK):
-            yield batch[start : start + _CHUNK].astype(np.float32)
+        parts.append(batch.astype(np.float32))
+        if not np.isfinite(parts[-1]).all():
+            raise ValueError("features must be finite numbers; some are NaN or infinite.")
+        num_bytes += parts[-1].nbytes
+        if num_bytes >= _MAX_BYTES:
+            break
+    return np.concatenate(parts)
 
 
-def _affine_rows(pool: _Pool) -> tuple[Array, Array]:
+def _affine_rows(features: np.ndarray, log_z: np.ndarray) -> tuple[Array, Array]:
     """Least squares of log Z on the features, in double precision."""
-    num_features = pool.features.shape[1]
+    num_features = features.shape[1]
     gram, moment = np.zeros((num_features + 1, num_features + 1)), np.zeros(num_features + 1)
-    for start in range(0, len(pool.features), _CHUNK):
-        features, log_z, _ = pool.at(slice(start, start + _CHUNK))
-        columns = with_ones(features)
+    for start in range(0, len(features), _CHUNK):
+        columns = with_ones(features[start : start + _CHUNK])
         gram += columns.T @ columns
-        moment += columns.T @ log_z.astype(np.float64)
+        moment += columns.T @ log_z[start : start + _CHUNK].astype(np.float64)
     solution = np.linalg.lstsq(gram, moment, rcond=None)[0].astype(np.float32)
     return jnp.asarray(solution[None, :-1]), jnp.asarray(solution[-1:])
 
 
-def _descend(start, training: _Pool, testing: _Pool, learning_rate, num_steps, batch_size, seed, on_progress):
-    """Adam on what errors of log Z cost; the average of the last rows, when it costs the held-out examples least.
+def _descend(start, training, testing, learning_rate, num_steps, batch_size, seed, on_progress):
+    """Adam on `_cost`; the average of the last rows, when it costs the held-out examples least.
 
-    Examples are drawn as often as they may count. Biases are moved as if they were weights of one more feature that is as
-    large as the others.
+    Biases are moved as if they were weights of one more feature that is as large as the others.
     """
     import optax  # here, because a normalizer that is there is used without it
 
-    one = float(np.sqrt(np.mean(np.square(training.features), dtype=np.float64))) or 1.0
-    share = np.cumsum(training.unsure + _TOO_HIGH, dtype=np.float64)
-    pool = jax.device_put((*training, (share / share[-1]).astype(np.float32)))
-    schedule = optax.cosine_decay_schedule(learning_rate, num_steps)
-    optimizer, key = optax.adam(schedule), jax.random.key(seed)
+    one = float(np.sqrt(np.mean(np.square(training[0]), dtype=np.float64))) or 1.0
+    pool, testing = jax.device_put((training, testing))
+    optimizer, key = optax.adam(optax.cosine_decay_schedule(learning_rate, num_steps)), jax.random.key(seed)
     round_steps = max(1, -(-num_steps // 20))
     follow = min(1.0, 1 / (_AVERAGED * num_steps))
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def advance(carry, first, features, log_z, unsure, share):
+    def advance(carry, first, pool):
         def step(i, carry):
             rows, average, state = carry
-            drawn = jax.random.uniform(jax.random.fold_in(key, i), (batch_size,))
-            index = jnp.minimum(jnp.searchsorted(share, drawn), len(log_z) - 1)
-            batch = features[index], log_z[index], unsure[index]
-            gradients = jax.grad(lambda rows: jnp.mean(_costs(rows, *batch) / (batch[2] + _TOO_HIGH)))(rows)
+            index = jax.random.randint(jax.random.fold_in(key, i), (batch_size,), 0, len(pool[0]))
+            gradients = jax.grad(_cost)(rows, *(array[index] for array in pool))
             with jax.numpy_dtype_promotion("standard"):  # optax mixes step counts and floats
                 updates, state = optimizer.update(gradients, state)
                 updates = jax.tree.map(jnp.multiply, updates, (1.0, one))
@@ -377,40 +553,26 @@ def _descend(start, training: _Pool, testing: _Pool, learning_rate, num_steps, b
 
         return lax.fori_loop(first, jnp.minimum(first + round_steps, num_steps), step, carry)
 
+    cost = jax.jit(_cost)
     carry = (*(jax.tree.map(jnp.copy, start) for _ in range(2)), optimizer.init(start))
-    best, least = start, _mean_cost(start, testing)
+    best, least = start, float(cost(start, *testing))
     for first in range(0, num_steps, round_steps):
-        carry = advance(carry, first, *pool)
-        cost = _mean_cost(carry[1], testing)
-        if cost < least:
-            best, least = jax.tree.map(jnp.copy, carry[1]), cost
+        carry = advance(carry, first, pool)
+        now = float(cost(carry[1], *testing))
+        if now < least:
+            best, least = jax.tree.map(jnp.copy, carry[1]), now
         on_progress(f"{len(start[1])} rows", min(first + round_steps, num_steps), num_steps)
     return best
 
 
-def _errors(rows, features, log_z) -> Float[Array, " examples"]:
-    kernel, bias = rows
-    return jax.nn.logsumexp(all_logits(features, kernel, bias), axis=-1) - log_z
+def _cost(rows, features, log_sums) -> Float[Array, ""]:
+    """How wrong rows are about clusters: the cross-entropy of their shares of Z, and a part of the squared error of log Z.
 
-
-def _costs(rows, features, log_z, unsure) -> Float[Array, " examples"]:
-    """Squared errors of log Z, each as much as it may cost precision."""
-    errors = _errors(rows, features, log_z)
-    return (unsure + jnp.where(errors > 0, _TOO_HIGH, _TOO_LOW)) * jnp.square(errors)
-
-
-_compiled_errors, _compiled_costs = jax.jit(_errors), jax.jit(_costs)
-
-
-def _mean_cost(rows, pool: _Pool) -> float:
-    parts = (pool.at(slice(start, start + _CHUNK)) for start in range(0, len(pool.log_z), _CHUNK))
-    costs = np.concatenate([_compiled_costs(rows, *part) for part in parts])
-    return float(np.mean(costs, dtype=np.float64))
-
-
-def _quality(rows, pool: _Pool, num_features: int) -> Fit:
-    parts = (pool.at(slice(start, start + _CHUNK)) for start in range(0, len(pool.log_z), _CHUNK))
-    errors = np.concatenate([_compiled_errors(rows, part.features, part.log_z) for part in parts])
-    error = float(np.mean(np.square(errors, dtype=np.float64)))
-    variance = max(float(np.var(pool.log_z, dtype=np.float64)), 1e-12)
-    return Fit(1.0 - error / variance, error**0.5, num_features)
+    The shares decide which clusters are opened; the error is what is left of those that are not.
+    """
+    estimates = all_logits(features, *rows)
+    shares = jax.nn.softmax(log_sums, axis=-1)
+    # A cluster without classes has the share zero, and a row far below the others.
+    wrong_shares = -jnp.sum(shares * jax.nn.log_softmax(estimates, axis=-1), axis=-1)
+    errors = jax.nn.logsumexp(estimates, axis=-1) - jax.nn.logsumexp(log_sums, axis=-1)
+    return jnp.mean(wrong_shares + _TOTAL_WEIGHT * jnp.square(errors))

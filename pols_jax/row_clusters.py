@@ -1,18 +1,19 @@
-"""K-means of the rows of an output layer: where the rows of a normalizer start from."""
+"""K-means of the rows of an output layer: which classes one row of a normalizer stands for, and where it starts from."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pols_jax.class_shares import ClassShare
 from pols_jax.losses.device_axes import explicit_axes, partitioned_by_xla
 
-__all__ = ["clustered_rows", "with_ones"]
+__all__ = ["RowClusters", "cluster_rows", "with_ones"]
 
 # K-means looks at this many class rows per center; more change little.
 _ROWS_PER_CENTER = 64
@@ -31,25 +32,41 @@ def with_ones(features: np.ndarray) -> Float[np.ndarray, "examples more"]:
     return np.concatenate([features, np.ones((len(features), 1))], axis=1, dtype=np.float64)
 
 
-def clustered_rows(
+class RowClusters(NamedTuple):
+    """Classes with similar rows, put together.
+
+    Attributes:
+      cluster_of: The cluster of each class, shape ``[k]``.
+      kernel: The mean of the rows of each cluster, shape ``[C, d]``.
+      bias: The mean of their biases, and the log of what the classes of the cluster add up to, shape ``[C]``.
+    """
+
+    cluster_of: Int[np.ndarray, " classes"]
+    kernel: Float[Array, "clusters features"]
+    bias: Float[Array, " clusters"]
+
+
+def cluster_rows(
     features: Float[np.ndarray, "examples features"],
     kernel: Float[Array, "classes features"],
     bias: Float[Array, " classes"] | None,
     *,
-    num_rows: int,
+    num_clusters: int,
     seed: int,
     share: ClassShare,
-) -> tuple[Array, Array]:
-    """Clusters the class rows: the means of the clusters, with the log of the number of their classes.
+) -> RowClusters:
+    """Clusters the class rows. Two rows are near each other if they give the features similar logits.
 
-    Two rows are near each other if they give the features similar logits. A cluster of classes with different logits adds
-    more than its mean says: half the variance, as for a normal distribution.
+    A cluster of classes with different logits adds up to more than its mean says: half the variance, as for a normal
+    distribution.
 
     Examples:
       >>> kernel = jnp.array([[5.0, 0.0], [0.0, 5.0], [5.0, 0.0]])
-      >>> rows, bias = clustered_rows(np.eye(2), kernel, None, num_rows=2, seed=0, share=ClassShare.whole(3))
-      >>> sorted(rows.tolist()), sorted(bias.round(2).tolist())
+      >>> found = cluster_rows(np.eye(2), kernel, None, num_clusters=2, seed=0, share=ClassShare.whole(3))
+      >>> sorted(found.kernel.tolist()), sorted(found.bias.round(2).tolist())
       ([[0.0, 5.0], [5.0, 0.0]], [0.0, 0.69])
+      >>> bool(found.cluster_of[0] == found.cluster_of[2])
+      True
     """
     rng = np.random.default_rng(seed)
     sample = with_ones(
@@ -58,36 +75,39 @@ def clustered_rows(
     moment = sample.T @ sample / len(sample)
     moment += 1e-6 * np.trace(moment) / len(moment) * np.eye(len(moment))
     metric = jnp.asarray(np.linalg.cholesky(moment), jnp.float32)
-    cluster = functools.partial(_clustered, metric=metric, key=jax.random.key(seed), num_rows=num_rows)
+    cluster = functools.partial(
+        _clustered, metric=metric, key=jax.random.key(seed), num_clusters=num_clusters
+    )
     if not share.is_alone:
-        rows = _clustered_together(kernel, bias, metric, jax.random.key(seed), num_rows, share)
+        found = _clustered_together(kernel, bias, metric, jax.random.key(seed), num_clusters, share)
     elif explicit_axes((kernel, bias)):
-        rows = partitioned_by_xla(cluster, (kernel, bias), out_spec=PartitionSpec())
+        found = partitioned_by_xla(cluster, (kernel, bias), out_spec=PartitionSpec())
     else:
-        rows = cluster(kernel, bias)
-    kernel, bias = map(jnp.asarray, jax.device_get(rows))  # on one device, wherever the classes are
-    return kernel, bias
+        found = cluster(kernel, bias)
+    cluster_of, *rows = jax.device_get(found)
+    return RowClusters(cluster_of, *map(jnp.asarray, rows))  # on one device, wherever the classes are
 
 
-@functools.partial(jax.jit, static_argnames="num_rows")
-def _clustered(kernel, bias, metric, key, num_rows: int) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnames="num_clusters")
+def _clustered(kernel, bias, metric, key, num_clusters: int) -> tuple[Array, Array, Array]:
     """K-means of the class rows, in the metric of their logits."""
     rows = _with_bias(kernel, bias)
-    points = rows[_some_classes(key, len(rows), num_rows)] @ metric
-    return _rows_of(*_sums(rows, _centers(points, num_rows), metric))
+    points = rows[_some_classes(key, len(rows), num_clusters)] @ metric
+    nearest, *sums = _sums(rows, _centers(points, num_clusters), metric)
+    return nearest, *_rows_of(*sums)
 
 
-def _clustered_together(kernel, bias, metric, key, num_rows: int, share: ClassShare) -> tuple[Array, Array]:
+def _clustered_together(kernel, bias, metric, key, num_clusters: int, share: ClassShare):
     """Does what `_clustered` does, when each process has some of the rows."""
     rows = np.asarray(_with_bias(kernel, bias))
-    some = np.asarray(_some_classes(key, share.num_classes, num_rows))
+    some = np.asarray(_some_classes(key, share.num_classes, num_clusters))
     place = some - share.classes.start
     is_own = (place >= 0) & (place < len(rows))
     points = np.zeros((len(some), rows.shape[1]), np.float32)
     points[is_own] = rows[place[is_own]]
-    centers = jax.jit(_centers, static_argnums=1)(jnp.asarray(share.sum(points)) @ metric, num_rows)
-    sums = jax.jit(_sums)(rows, centers, metric)
-    return _rows_of(*(jnp.asarray(share.sum(np.asarray(each))) for each in sums))
+    centers = jax.jit(_centers, static_argnums=1)(jnp.asarray(share.sum(points)) @ metric, num_clusters)
+    nearest, *sums = map(np.asarray, jax.jit(_sums)(rows, centers, metric))
+    return share.concatenated(nearest), *_rows_of(*(jnp.asarray(share.sum(each)) for each in sums))
 
 
 def _with_bias(kernel, bias) -> Array:
@@ -95,26 +115,27 @@ def _with_bias(kernel, bias) -> Array:
     return jnp.concatenate([kernel.astype(jnp.float32), column[:, None]], axis=1)
 
 
-def _some_classes(key, num_classes: int, num_rows: int) -> Array:
-    return jax.random.permutation(key, num_classes)[: _ROWS_PER_CENTER * num_rows]
+def _some_classes(key, num_classes: int, num_clusters: int) -> Array:
+    return jax.random.permutation(key, num_classes)[: _ROWS_PER_CENTER * num_clusters]
 
 
-def _centers(points, num_rows: int) -> Array:
+def _centers(points, num_clusters: int) -> Array:
     """The centers of some points, by a few rounds of k-means."""
 
     def refine(_, centers):
         nearest, _ = _nearest(points, centers)
-        sums, sizes = _segments(points, nearest, num_rows)
+        sums, sizes = _segments(points, nearest, num_clusters)
         means = sums / jnp.maximum(sizes, 1.0)[:, None]
         return jnp.where(sizes[:, None] > 0, means, centers)
 
-    return lax.fori_loop(0, _KMEANS_ROUNDS, refine, points[:num_rows])
+    return lax.fori_loop(0, _KMEANS_ROUNDS, refine, points[:num_clusters])
 
 
-def _sums(rows, centers, metric) -> tuple[Array, Array, Array]:
-    """Of the rows that are nearest to each center: their sum, their number, and the sum of their squared distances."""
+def _sums(rows, centers, metric) -> tuple[Array, Array, Array, Array]:
+    """The nearest center of each row; of the rows of each center their sum, their number, and their squared distances."""
     nearest, distances = _nearest(rows @ metric, centers)
     return (
+        nearest,
         *_segments(rows, nearest, len(centers)),
         jax.ops.segment_sum(distances, nearest, len(centers)),
     )
@@ -124,7 +145,7 @@ def _rows_of(sums, sizes, distances) -> tuple[Array, Array]:
     """The rows that stand for the clusters."""
     means = sums / jnp.maximum(sizes, 1.0)[:, None]
     variance = distances / jnp.maximum(sizes, 1.0)
-    # A cluster that got no class starts far below the others.
+    # A cluster that got no class is far below the others.
     bias = means[:, -1] + jnp.log(jnp.maximum(sizes, 1e-3)) + jnp.minimum(variance / 2, 5.0)
     return means[:, :-1], bias
 

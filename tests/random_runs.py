@@ -1,11 +1,13 @@
 """Runs with random parameters, which need no training: for tests in which it does not matter what a network has learned."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pols_jax.metrics.thresholds import MIN_EXAMPLES, Thresholds
-from pols_jax.normalizers import Fit, Normalizer
+from pols_jax.normalizers import Clusters, Fit, Normalizer
 from pols_jax.search.class_bank import ClassBank
 from pols_jax.training.checkpoints import Checkpoints
 from pols_jax.training.config import RunConfig
@@ -22,7 +24,7 @@ SHAPE = (32, 32, 1)
 IMAGES = np.random.default_rng(1).integers(0, 256, (64, *SHAPE)).astype(np.uint8)
 
 
-def make_run(directory, normalizer_rows=0, names=NAMES, seed=0, **options):
+def make_run(directory, normalizer_rows=0, names=NAMES, seed=0, num_own=0, **options):
     """A run with random parameters, and a random normalizer: what a network has learned does not matter here."""
     rng = np.random.default_rng(seed)
     config = RunConfig(characters="0030-0039", steps=2, **({"width": 0.1} | options))
@@ -46,6 +48,11 @@ def make_run(directory, normalizer_rows=0, names=NAMES, seed=0, **options):
         normalizer = Normalizer(
             *(jnp.asarray(part, jnp.float32) for part in (kernel, bias)), Fit(1.0, 0.0, 0)
         )
+        if num_own:
+            cluster_of = np.arange(len(names)) % normalizer_rows
+            head = Run.open(directory).own_head
+            clusters = Clusters.of(cluster_of, *head, num_clusters=normalizer_rows, num_own=num_own)
+            normalizer = dataclasses.replace(normalizer, clusters=clusters)
         write_normalizer(directory, normalizer, checkpoint=Run.open(directory).checkpoint)
     return directory
 

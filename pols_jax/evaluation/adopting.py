@@ -165,7 +165,8 @@ class Adopted:
         normalizer = read_normalizer(
             self.directory,
             checkpoint=self.checkpoint,
-            num_features=self.info.num_features,
+            shape=(self.num_classes, self.info.num_features),
+            head=lambda: (*self.head_rows().rows(0, self.num_classes), 0),
             advice="adopt the network again with pols adopt",
         )
         if normalizer is None:

@@ -35,7 +35,7 @@ from pols_jax.files import check_writable
 from pols_jax.metrics.class_blocks import ExampleStats, ScoredSplit, SplitCounts
 from pols_jax.metrics.exact import Counts
 from pols_jax.metrics.thresholds import DEFAULT_RULES, Thresholds, thresholds_path
-from pols_jax.normalizers import Normalizer
+from pols_jax.normalizers import estimates
 from pols_jax.training.features import fitting_batch, split_features
 from pols_jax.training.hosts import check_same_settings
 from pols_jax.training.run_normalizer import score_id
@@ -195,8 +195,7 @@ class _Evaluator:
         self._batch_size, self._block_size = fitting_batch(run.image_shape, most=batch_size), block_size
         self._variables = run.restore_backbone()
         self._share = run.class_share()
-        kernel, self._bias = run.restore_head(self._share.classes)
-        self._kernel = kernel.astype(run.model.dtype or kernel.dtype)  # as the network multiplies it
+        self._kernel, self._bias = run.own_head
         self._progress = progress_bars(quiet=quiet)
 
     def __enter__(self) -> "_Evaluator":
@@ -220,7 +219,7 @@ class _Evaluator:
         scored = ScoredSplit(features, labels, *head, block_size=self._block_size, share=self._share)
         with self._task(f"{self._run.config.loss}: logits of {split}", scored.num_rounds) as advance:
             stats = scored.example_stats(advance=advance)
-        return _Measured(scored, stats, estimates(self._run.normalizer, features))
+        return _Measured(scored, stats, estimates(self._run.normalizer, features, share=self._share))
 
     def count(self, measured: _Measured, *, normalized: bool, **options: Any) -> SplitCounts:
         """The second pass over the classes."""
@@ -286,19 +285,6 @@ def _threshold_report(thresholds: Thresholds, counts: SplitCounts) -> tuple[Thre
                 )
             )
     return tuple(report)
-
-
-def estimates(
-    normalizer: Normalizer | None, features: Float[np.ndarray, "examples features"]
-) -> Float[np.ndarray, " examples"]:
-    """What a normalizer says about each example; zeros if there is none."""
-    parts = [np.zeros(0, np.float32)]
-    for start in range(0, len(features) if normalizer is not None else 0, _CHUNK):
-        parts.append(np.asarray(_call(normalizer, features[start : start + _CHUNK])))
-    return np.concatenate(parts) if normalizer is not None else np.zeros(len(features), np.float32)
-
-
-_call = jax.jit(lambda normalizer, features: normalizer(features))
 
 
 def _bins(stats: ExampleStats) -> Float[np.ndarray, " edges"]:

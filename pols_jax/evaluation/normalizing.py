@@ -13,11 +13,11 @@ from jaxtyping import Float, Int
 from pols_jax.class_shares import ClassShare
 from pols_jax.data import Dataset, StreamSplit, augment_batch, find_augmentation, sample_batch, stream_batches
 from pols_jax.errors import ConfigError, RunError
-from pols_jax.evaluation.measuring import estimates, progress_bars, shared_by_hosts
+from pols_jax.evaluation.measuring import progress_bars, shared_by_hosts
 from pols_jax.files import check_writable
 from pols_jax.metrics.class_blocks import ScoredSplit, SplitCounts
 from pols_jax.metrics.exact import Counts
-from pols_jax.normalizers import Normalizer, fit_normalizer
+from pols_jax.normalizers import Normalizer, estimates, fit_normalizer
 from pols_jax.training.features import split_features
 from pols_jax.training.hosts import check_same_settings, same_on_all_hosts
 from pols_jax.training.run_normalizer import normalizer_path, rows_in_words, write_normalizer
@@ -44,7 +44,7 @@ LADDER = (0, 256, 1024)
 # A rung with fewer rows is chosen if its error is within this factor of the best.
 _NEARLY = 1.02
 # How often the training pictures are looked at with new distortions, if the run was trained with them.
-_PASSES = 12
+_PASSES = 2
 _BATCH_SIZE = 1024
 # Pictures that are streamed, which takes long.
 _MAX_STREAMED = 200_000
@@ -92,12 +92,15 @@ class Validation:
         share: ClassShare | None = None,
     ):
         self.features = features
+        self._share = share
         self._scored = ScoredSplit(features, labels, kernel, bias, share=share)
         self._stats = self._scored.example_stats()
 
     def counts(self, normalizer: Normalizer | None, *, rank: bool = False) -> SplitCounts:
         """What every measure of one logit minus a normalizer follows from; with ``rank``, every threshold as well."""
-        scored, stats = self._scored.minus(self._stats, estimates(normalizer, self.features))
+        scored, stats = self._scored.minus(
+            self._stats, estimates(normalizer, self.features, share=self._share)
+        )
         return scored.count(stats, rank=rank)
 
     def rung(self, normalizer: Normalizer | None) -> Rung:
@@ -252,8 +255,7 @@ def normalize(
         run.check_dataset(dataset)
     check_same_settings(shared_by_hosts(run, dataset) | {"--rows": rows, "--seed": seed})
     share = run.class_share()
-    variables, (kernel, bias) = run.restore_backbone(), run.restore_head(share.classes)
-    kernel = kernel.astype(run.model.dtype or kernel.dtype)  # as the network multiplies it
+    variables, (kernel, bias) = run.restore_backbone(), run.own_head
     found = split_features(run.model, variables, dataset.validation)
     validation = Validation(*found, kernel, bias, share=share)
     with fit_progress(quiet=quiet or not is_first_host) as report:

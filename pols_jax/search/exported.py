@@ -7,6 +7,7 @@ block of rows around it when its class is first asked for: opening costs the sam
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,7 +118,7 @@ class ExportedRows:
         self._intact: set[int] = set()
 
     def read(
-        self, class_ids: list[int]
+        self, class_ids: Sequence[int]
     ) -> tuple[Float[np.ndarray, "asked features"], Float[np.ndarray, " asked"]]:
         """Reads the rows ``[c, d]``, multiplied by their scales, and the biases ``[c]`` of some classes, in float32.
 
@@ -146,7 +147,8 @@ class Exported:
       directory: Where it is.
       manifest: What it says about itself.
       rows: The rows of the classes.
-      program: Maps images, a row and a bias to scores and features.
+      program: Maps images, a row and a bias to scores and features; with a normalizer that reads rows of classes, it is
+        given all of them, with their scales and biases.
     """
 
     directory: Path
@@ -190,9 +192,12 @@ class Exported:
         if self.manifest.normalizer in (None, 1):
             return None
         path = self._checked(normalizer_path(self.directory).name)
-        checkpoint, num_features = self.manifest.checkpoint, self.manifest.num_features
         normalizer = read_normalizer(
-            path.parent, checkpoint=checkpoint, num_features=num_features, advice=_ADVICE
+            path.parent,
+            checkpoint=self.manifest.checkpoint,
+            shape=self.rows.shape,
+            head=lambda: (*self.rows.read(range(self.rows.shape[0])), 0),
+            advice=_ADVICE,
         )
         if normalizer is None:
             raise RunError(f"{path} is that of another network; {_ADVICE}.")

@@ -1,10 +1,12 @@
 """Writes a trained network as files that need no part of this package: a StableHLO program, and the rows of the classes.
 
 One program serves every class, on every platform and for every batch size: ``images, row, bias -> scores, features``. It
-contains the scaling of pixels, the backbone and the normalizer.
+contains the scaling of pixels, the backbone and the normalizer. If the normalizer reads rows of classes, the program is
+given all of them, too.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import platform
@@ -47,6 +49,12 @@ _WORDS = {
     "bias": "float32 [], the bias of the class",
     "score": "float32 [batch], at least the threshold of the class for pictures of it",
     "features": "float32 [batch, {3}], what the rows are multiplied with",
+}
+# What a program takes as well, if its normalizer reads rows of classes.
+_ALL_ROWS = {
+    "rows": "{0} [{1}, {2}], rows.npy",
+    "scales": "float32 [{1}], scales.npy",
+    "biases": "float32 [{1}], biases.npy",
 }
 _PREPROCESSING = (
     "Turn a picture upright by its EXIF tag, lay transparency on white, convert it to {kind}, scale it with a bilinear filter "
@@ -100,7 +108,7 @@ def export(
     run, (num_classes, num_features) = network.run, network.head.shape
     normalizer = None if raw else network.normalizer
     thresholds = _thresholds(network, normalizer)
-    program = _program(run, normalizer, num_features)
+    program = _program(run, normalizer, num_features, rows_dtype)
     serialized = program.serialize()
     row_bytes = num_features * np.dtype(rows_dtype).itemsize + 8
     check_space(Path(out).absolute().parent, len(serialized) + num_classes * row_bytes)
@@ -116,9 +124,13 @@ def export(
         height, width, channels = run.image_shape
         kind = "gray" if channels == 1 else "RGB"
         config = run.config
+        words = {name: text.format(*run.image_shape, num_features) for name, text in _WORDS.items()}
+        if len(program.in_avals) > 3:
+            all_rows = (rows_dtype, num_classes, num_features)
+            words |= {name: text.format(*all_rows) for name, text in _ALL_ROWS.items()}
         manifest = Manifest(
             format=FORMAT,
-            program={name: words.format(*run.image_shape, num_features) for name, words in _WORDS.items()},
+            program=words,
             platforms=tuple(program.platforms),
             calling_convention=program.calling_convention_version,
             image_shape=run.image_shape,
@@ -206,23 +218,39 @@ def _thresholds(network: TrainedNetwork, normalizer: Normalizer | None) -> Thres
         return None
 
 
-def _program(run: Run, normalizer: Normalizer | None, num_features: int) -> jax.export.Exported:
+def _program(
+    run: Run, normalizer: Normalizer | None, num_features: int, rows_dtype: str
+) -> jax.export.Exported:
     """The program, with all parameters in it, for any batch size."""
     backbone, dtype = run.model.backbone, run.model.dtype or np.float32
     variables = jax.tree.map(np.asarray, run.restore_backbone())
     is_folded = normalizer is not None and normalizer.num_rows == 1
-    subtracted = None if is_folded else jax.tree.map(np.asarray, normalizer)
+    subtracted = None if is_folded or normalizer is None else normalizer
+    clusters = None if subtracted is None else subtracted.clusters
+    if subtracted is not None:
+        subtracted = jax.tree.map(np.asarray, dataclasses.replace(subtracted, clusters=None))
 
-    def score(images, row, bias):
+    def score(images, row, bias, *all_rows):
         features = backbone.apply(variables, scale_pixels(images)).astype(jnp.float32)
-        return scores(features, row[None], bias[None], subtracted, dtype=dtype)[:, 0], features
+        used = subtracted
+        if clusters is not None and used is not None:
+            kernel, scales, biases = all_rows
+            own = dataclasses.replace(clusters, kernel=kernel, bias=biases, scales=scales)
+            used = dataclasses.replace(used, clusters=own)
+        return scores(features, row[None], bias[None], used, dtype=dtype)[:, 0], features
 
-    (batch,) = jax.export.symbolic_shape("batch")
+    batch, classes = jax.export.symbolic_shape("batch, classes")
+    all_rows = (
+        jax.ShapeDtypeStruct((classes, num_features), rows_dtype),
+        jax.ShapeDtypeStruct((classes,), jnp.float32),
+        jax.ShapeDtypeStruct((classes,), jnp.float32),
+    )
     with _without_places():
         return jax.export.export(jax.jit(score), platforms=PLATFORMS)(
             jax.ShapeDtypeStruct((batch, *run.image_shape), jnp.uint8),
             jax.ShapeDtypeStruct((num_features,), jnp.float32),
             jax.ShapeDtypeStruct((), jnp.float32),
+            *(all_rows if clusters is not None else ()),
         )
 
 

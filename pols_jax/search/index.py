@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from pols_jax.errors import ConfigError, FileError, RunError, shell_word
 from pols_jax.files import write_bytes
-from pols_jax.normalizers import Normalizer
+from pols_jax.normalizers import Normalizer, estimates
 from pols_jax.search.class_bank import ClassBank
 from pols_jax.search.index_files import (
     SCHEMA,
@@ -39,8 +39,6 @@ __all__ = ["FeatureIndex", "IndexUpdate", "is_index", "update_index"]
 
 # What one thread takes at a time, and what of that stays in its cache while it is multiplied by several rows.
 _TASK_BYTES, _CACHE_BYTES = 2**23, 2**19
-# Pictures that a normalizer looks at together.
-_CHUNK = 4096
 # Somebody may change the index while it is opened.
 _TRIES = 5
 
@@ -212,9 +210,8 @@ class FeatureIndex:
             return [np.broadcast_to(np.float32(0), len(part.pictures)) for part in self._parts]
         identity = normalizer_id(normalizer)
         if identity not in self._estimates:
-            kernel, bias = (np.asarray(array, np.float32) for array in (normalizer.kernel, normalizer.bias))
             self._estimates[identity] = [
-                part.kept(_stored_estimates(part, identity, kernel, bias)) for part in self._parts
+                part.kept(_stored_estimates(part, identity, normalizer)) for part in self._parts
             ]
         return self._estimates[identity]
 
@@ -267,7 +264,7 @@ def _score(features, kernel, bias, estimates, out) -> None:
                 column[here] -= estimates[here]
 
 
-def _stored_estimates(part: _Part, identity: str, kernel, bias) -> Float[np.ndarray, " stored"]:
+def _stored_estimates(part: _Part, identity: str, normalizer: Normalizer) -> Float[np.ndarray, " stored"]:
     """What a normalizer says about the pictures of a part: from the file beside it, which is written if it can be."""
     path = normalizer_path(part.directory, part.info.number, identity)
     with contextlib.suppress(OSError, ValueError, EOFError):
@@ -276,12 +273,7 @@ def _stored_estimates(part: _Part, identity: str, kernel, bias) -> Float[np.ndar
             stored
         ).all():
             return stored
-    estimates = np.zeros(len(part.features), np.float32)
-    for first in range(0, len(estimates), _CHUNK):
-        logits = part.features[first : first + _CHUNK].astype(np.float32) @ kernel.T + bias
-        peak = logits.max(axis=1)
-        np.exp(np.subtract(logits, peak[:, None], out=logits), out=logits)
-        estimates[first : first + _CHUNK] = peak + np.log(logits.sum(axis=1))
+    found = estimates(normalizer, part.features)
     with contextlib.suppress(FileError):  # an index that may only be read is asked as well
-        write_bytes(path, array_bytes(estimates))
-    return estimates
+        write_bytes(path, array_bytes(found))
+    return found

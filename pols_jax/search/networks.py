@@ -259,8 +259,10 @@ class ExportedNetwork:
 
     def _traced(self, images):
         self.num_traces += 1
-        no_row = jnp.zeros(self.head.shape[1])
-        return self._exported.program.call(images, no_row, jnp.zeros(()))[1]
+        # Features do not depend on the rows: one of zeros stands for them all.
+        program, one = self._exported.program, jnp.zeros((1, self.head.shape[1]))
+        rows = one.astype(self._exported.manifest.rows_dtype), jnp.ones(1), jnp.zeros(1)
+        return program.call(images, one[0], jnp.zeros(()), *rows[: len(program.in_avals) - 3])[1]
 
 
 def _check_shape(images: np.ndarray, image_shape: tuple[int, int, int]) -> None:

@@ -2,6 +2,7 @@
 
 import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 
 from pols_jax.errors import RunError, RunWarning
 from pols_jax.files import write_arrays
-from pols_jax.normalizers import Fit, Normalizer
+from pols_jax.normalizers import Clusters, Fit, Normalizer
 from pols_jax.schema import ArrayKind, read_arrays
 
 __all__ = ["normalizer_id", "normalizer_path", "read_normalizer", "score_id", "write_normalizer"]
@@ -21,6 +22,8 @@ _ARRAYS = {
     "error": ArrayKind("f", ()),
     "num_features": ArrayKind("iu", ()),
     "checkpoint": ArrayKind("U", ()),
+    "cluster_of": ArrayKind("iu", ("classes",), is_optional=True),
+    "num_own": ArrayKind("iu", (), is_optional=True),
 }
 
 
@@ -37,16 +40,27 @@ def write_normalizer(run_dir: Path, normalizer: Normalizer, *, checkpoint: str) 
         "checkpoint": np.array(checkpoint),
         **{name: np.asarray(value) for name, value in normalizer.fit._asdict().items()},
     }
+    if normalizer.clusters is not None:
+        arrays["cluster_of"] = normalizer.clusters.cluster_of
+        arrays["num_own"] = np.asarray(normalizer.clusters.num_own)
     write_arrays(normalizer_path(run_dir), arrays)
 
 
-def read_normalizer(run_dir: Path, *, checkpoint: str, num_features: int, advice: str) -> Normalizer | None:
+def read_normalizer(
+    run_dir: Path,
+    *,
+    checkpoint: str,
+    shape: tuple[int, int],
+    head: Callable[[], tuple[np.ndarray, np.ndarray, int]],
+    advice: str,
+) -> Normalizer | None:
     """Reads the normalizer of a checkpoint; None if there is none. That of another checkpoint is not used, with a warning.
 
     Args:
       run_dir: The run directory.
       checkpoint: What identifies the checkpoint.
-      num_features: The width of its output layer.
+      shape: The numbers of classes and of features of its output layer.
+      head: Reads kernel and bias of the output layer, and the class of its first row, if the normalizer needs them.
       advice: What to do about a file that cannot be used.
 
     Raises:
@@ -56,7 +70,7 @@ def read_normalizer(run_dir: Path, *, checkpoint: str, num_features: int, advice
     if not path.exists():
         return None
     try:
-        arrays = read_arrays(path, _ARRAYS, features=num_features)
+        arrays = read_arrays(path, _ARRAYS, classes=shape[0], features=shape[1])
     except RunError as error:
         raise RunError(f"{str(error).rstrip('.')}; {advice}.") from error
     if str(arrays["checkpoint"]) != checkpoint:
@@ -67,7 +81,24 @@ def read_normalizer(run_dir: Path, *, checkpoint: str, num_features: int, advice
     if not all(np.isfinite(arrays[name]).all() for name in ("kernel", "bias")) or not len(arrays["bias"]):
         raise RunError(f"{path} cannot be used: it holds no finite rows; {advice}.")
     fit = Fit(float(arrays["r_squared"]), float(arrays["error"]), int(arrays["num_features"]))
-    return Normalizer(jnp.asarray(arrays["kernel"]), jnp.asarray(arrays["bias"]), fit)
+    clusters = None
+    if "cluster_of" in arrays:
+        clusters = _read_clusters(arrays, head, problem=f"{path} cannot be used: {{}}; {advice}.")
+    return Normalizer(jnp.asarray(arrays["kernel"]), jnp.asarray(arrays["bias"]), fit, clusters)
+
+
+def _read_clusters(arrays: dict[str, np.ndarray], head: Callable[[], tuple], *, problem: str) -> Clusters:
+    cluster_of, num_clusters, num_own = (
+        arrays["cluster_of"],
+        len(arrays["bias"]),
+        int(arrays.get("num_own", 0)),
+    )
+    if not ((cluster_of >= 0) & (cluster_of < num_clusters)).all() or not 0 < num_own <= len(cluster_of):
+        raise RunError(problem.format("its clusters do not fit its rows"))
+    kernel, bias, first_class = head()
+    return Clusters.of(
+        cluster_of, kernel, bias, num_clusters=num_clusters, num_own=num_own, first_class=first_class
+    )
 
 
 def score_id(checkpoint: str, normalizer: Normalizer | None) -> str:
@@ -82,11 +113,10 @@ def score_id(checkpoint: str, normalizer: Normalizer | None) -> str:
 
 def normalizer_id(normalizer: Normalizer) -> str:
     """What identifies a normalizer: a checksum of its rows."""
-    rows = (
-        np.asarray(normalizer.kernel, np.float32).tobytes()
-        + np.asarray(normalizer.bias, np.float32).tobytes()
-    )
-    return f"{zlib.crc32(rows):08x}"
+    arrays = [np.asarray(normalizer.kernel, np.float32), np.asarray(normalizer.bias, np.float32)]
+    if normalizer.clusters is not None:
+        arrays += [normalizer.clusters.cluster_of, np.int32(normalizer.clusters.num_own)]
+    return f"{zlib.crc32(b''.join(array.tobytes() for array in arrays)):08x}"
 
 
 def rows_in_words(num_rows: int) -> str:

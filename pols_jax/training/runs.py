@@ -144,14 +144,20 @@ class Run:
     @functools.cached_property
     def normalizer(self) -> Normalizer | None:
         """What is subtracted from its logits; None if none was fitted to this checkpoint."""
-        num_features = self._shapes["params"]["head"]["kernel"].shape[1]
         again = f"pols normalize {shell_word(self.directory)} --use {self.use}"
         return read_normalizer(
             self.directory,
             checkpoint=self.checkpoint,
-            num_features=num_features,
+            shape=self._shapes["params"]["head"]["kernel"].shape,
+            head=lambda: (*self.own_head, self.class_share().classes.start),
             advice=f"fit another one with {again}, or delete it",
         )
+
+    @functools.cached_property
+    def own_head(self) -> tuple[np.ndarray, np.ndarray]:
+        """Kernel, as the network multiplies it, and bias of the classes of this process."""
+        kernel, bias = self.restore_head(self.class_share().classes)
+        return kernel.astype(self.model.dtype or kernel.dtype), bias
 
     def restore_backbone(self) -> Any:
         """Reads the variables of the backbone, and neither the output layer nor the optimizer's state."""

@@ -15,12 +15,11 @@ import jax
 import numpy as np
 
 from pols_jax.benchmarking.records import describe_environment
-from pols_jax.evaluation.measuring import estimates
 from pols_jax.evaluation.normalizing import LADDER, training_features
 from pols_jax.files import write_json
 from pols_jax.metrics.class_blocks import ScoredSplit
 from pols_jax.metrics.thresholds import Rule, Thresholds
-from pols_jax.normalizers import fit_normalizer
+from pols_jax.normalizers import estimates, fit_normalizer
 from pols_jax.schema import read_json
 from pols_jax.training.features import split_features
 from pols_jax.training.runs import Run
