@@ -17,8 +17,6 @@ from pols_jax.training.progress import MetricsLog, ended_early
 from pols_jax.training.run_dirs import check_unlocked, make_run_dir
 from pols_jax.training.run_files import RunInfo, StartInfo, read_run_info, write_run_info
 
-__all__ = ["Outcome", "best_look", "check_run_dir", "ended_before", "write_run_files"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:

@@ -13,21 +13,10 @@ from pols_jax.files import write_json
 from pols_jax.signals import noted_signals
 from pols_jax.training.checkpoints import newest_step
 from pols_jax.training.config import Experiment, RunConfig
-from pols_jax.training.feasibility import check_feasible
-from pols_jax.training.fitting import (
-    Outcome,
-    RunOptions,
-    check_run_dir,
-    choices_text,
-    fit,
-    shared_settings,
-    stop_if_heard,
-)
-from pols_jax.training.hosts import check_same_settings
-from pols_jax.training.placement import check_batch_size
+from pols_jax.training.fitting import Outcome, RunOptions, check_run_dir, fit, settled, stop_if_heard
 from pols_jax.training.run_dirs import locked, make_run_dir
 from pols_jax.training.run_files import read_experiment, read_run_info, read_sweep_file
-from pols_jax.training.starting import Start, load_start
+from pols_jax.training.starting import Start
 
 
 def run_experiment(
@@ -71,12 +60,7 @@ def run_experiment(
       ['cross_entropy', 'batch_cross_entropy']
     """
     options, run_dir = options or RunOptions(), Path(run_dir)
-    check_batch_size(experiment.batch_size, jax.device_count())
-    check_feasible(experiment.runs()[0], dataset)
-    start = start or load_start(experiment, dataset, run_dir)
-    if start is not None:
-        experiment = start.settled(experiment)
-    check_same_settings(shared_settings(experiment, dataset, run_dir, options))
+    experiment, start = settled(experiment, dataset, run_dir, options, start)
     _check_home(run_dir, has_several=len(experiment.runs()) > 1)
     _check_folders(run_folders(experiment, run_dir), dataset)
     with locked(run_dir):
@@ -200,8 +184,9 @@ def run_folders(experiment: Experiment, run_dir: str | Path) -> dict[Path, RunCo
     run_dir, runs = Path(run_dir), experiment.runs()
     if len(runs) == 1:
         return {run_dir: runs[0]}
-    is_sweep = experiment.is_sweep()
-    return {run_dir / (_sweep_name(run) if is_sweep else run.loss): run for run in runs}
+    if experiment.is_sweep():
+        return {run_dir / "-".join([run.loss, *run.choices(separator="")]): run for run in runs}
+    return {run_dir / run.loss: run for run in runs}
 
 
 def _sweep_report(
@@ -243,7 +228,3 @@ def _divergence(outcome: Outcome) -> str:
         f"The loss of {outcome.run_dir} was no longer finite at step {outcome.step}, with learning rate {rate:g}; "
         f"{left}. Try a smaller --learning-rate."
     )
-
-
-def _sweep_name(config: RunConfig) -> str:
-    return "-".join([config.loss, *choices_text(config, separator="")])

@@ -22,8 +22,6 @@ from pols_jax.files import check_directory
 from pols_jax.schema import parse_json
 from pols_jax.training.hosts import from_first_host
 
-__all__ = ["check_unlocked", "locked", "run_directory"]
-
 _NAME = "lock"
 # Somebody who looks whether a directory is in use holds its lock for a moment.
 _PATIENCE_SECONDS = 0.5
@@ -49,11 +47,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 def locked(run_dir: str | Path, *, flag: str = "--run-dir") -> Iterator[None]:
     """Keeps other processes from writing into a directory, which is created if it does not exist.
 
-    Of several hosts only the first one takes the lock. Whoever holds it may take it again.
-
-    Args:
-      run_dir: The directory.
-      flag: The flag that names it, for messages.
+    Of several hosts only the first one takes the lock. Whoever holds it may take it again. Messages name ``flag``.
 
     Raises:
       RunError: if another process, or another thread of this one, works there; nothing is touched then.
