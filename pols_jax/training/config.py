@@ -306,7 +306,7 @@ class RunConfig(Setup):
         ]
 
     def runs(self) -> list["RunConfig"]:
-        """This one: the runs of an `Experiment` that consists of it."""
+        """This one; an `Experiment` has several."""
         return [self]
 
     def first_bias(self, num_classes: int) -> float:

@@ -14,7 +14,7 @@ from pols_jax.signals import noted_signals
 from pols_jax.training.checkpoints import newest_step
 from pols_jax.training.config import Experiment, RunConfig
 from pols_jax.training.fitting import Outcome, RunOptions, check_run_dir, fit, settled, stop_if_heard
-from pols_jax.training.run_dirs import locked, make_run_dir
+from pols_jax.training.run_dirs import locked
 from pols_jax.training.run_files import read_experiment, read_run_info, read_sweep_file
 from pols_jax.training.starting import Start
 
@@ -113,12 +113,12 @@ def _after_short_sweep(
     _check_folders({run_dir / loss: _saved_or_first(runs, run_dir / loss) for loss in several}, dataset)
     _write_experiment(experiment, run_dir)
     outcomes = run_experiment(short, dataset, run_dir / "sweep", options=options, start=start)
-    chosen = [outcome.config for outcome in outcomes]
-    single = [run for run in runs if run.loss not in several]
-    order = list(experiment.losses())
+    chosen = {run.loss: run for run in runs if run.loss not in several}
+    chosen |= {outcome.config.loss: outcome.config for outcome in outcomes}
     return {
-        run_dir / run.loss: dataclasses.replace(run, steps=experiment.steps)
-        for run in sorted([*single, *chosen], key=lambda run: order.index(run.loss))
+        run_dir / loss: dataclasses.replace(chosen[loss], steps=experiment.steps)
+        for loss in experiment.losses()
+        if loss in chosen
     }
 
 
@@ -126,9 +126,7 @@ def _saved_or_first(runs: Sequence[RunConfig], folder: Path) -> RunConfig:
     """Of the runs of the loss that the folder is named after, the one most like what the folder holds; or the first."""
     candidates = [run for run in runs if run.loss == folder.name]
     saved = read_run_info(folder)
-    if saved is None:
-        return candidates[0]
-    return min(candidates, key=lambda run: len(run.differences(saved.config)))
+    return min(candidates, key=lambda run: len(run.differences(saved.config)) if saved else 0)
 
 
 def _check_home(run_dir: Path, *, has_several: bool) -> None:
@@ -153,7 +151,6 @@ def _check_folders(folders: Mapping[Path, RunConfig], dataset: Dataset) -> None:
 
 def _write_experiment(experiment: Experiment, run_dir: Path) -> None:
     if jax.process_index() == 0:
-        make_run_dir(run_dir)
         write_json(run_dir / "experiment.json", experiment.to_json())
 
 
@@ -195,7 +192,6 @@ def _sweep_report(
     """What ``sweep.json`` says."""
     report = {}
     for loss in dict.fromkeys(outcome.config.loss for outcome in outcomes):
-        best = choose(outcomes, loss, by=by)
         runs = [
             {
                 "run": str(outcome.run_dir.relative_to(run_dir)),
@@ -208,15 +204,15 @@ def _sweep_report(
             for outcome in outcomes
             if outcome.config.loss == loss
         ]
-        if best is None:
-            report[loss] = {"chosen": None, "why": "Every run diverged.", "runs": runs}
-            continue
-        measure = {"accuracy": "accuracy", "auprc": "AUPRC of one logit"}[by]
-        why = (
-            f"The highest validation {measure}, {best.validation[by]:.4f}, of {len(runs)} runs; in a tie the smaller "
-            "validation loss."
-        )
-        report[loss] = {"chosen": str(best.run_dir.relative_to(run_dir)), "why": why, "runs": runs}
+        chosen, why = None, "Every run diverged."
+        if best := choose(outcomes, loss, by=by):
+            chosen = str(best.run_dir.relative_to(run_dir))
+            measure = {"accuracy": "accuracy", "auprc": "AUPRC of one logit"}[by]
+            why = (
+                f"The highest validation {measure}, {best.validation[by]:.4f}, of {len(runs)} runs; in a tie the smaller "
+                "validation loss."
+            )
+        report[loss] = {"chosen": chosen, "why": why, "runs": runs}
     return report
 
 

@@ -76,7 +76,8 @@ def fit(
       >>> outcome.status, outcome.step
       ('finished', 2)
     """
-    options, run_dir, has_own_start = options or RunOptions(), Path(run_dir), start is None
+    options, run_dir = options or RunOptions(), Path(run_dir)
+    has_own_start = start is None
     config, start = settled(config, dataset, run_dir, options, start)
     check_run_dir(run_dir, config, dataset)
     with locked(run_dir):
@@ -93,7 +94,7 @@ def fit(
 def settled(
     setup: S, dataset: Dataset, run_dir: Path, options: RunOptions, start: Start | None
 ) -> tuple[S, Start | None]:
-    """Checks what is wrong with any directory, on all hosts; returns the settings in full, and the weights to start from."""
+    """Checks settings before anything is written, on all hosts; returns them in full, and the weights to start from."""
     check_batch_size(setup.batch_size, jax.device_count())
     check_feasible(setup.runs()[0], dataset)
     start = start or load_start(setup, dataset, run_dir)
@@ -150,52 +151,55 @@ class _Run:
             self.checkpoints, self.progress, self.board = checkpoints, progress, board
             if self.trains_head:
                 self.trainer = Trainer(self.config, self._features(noted))
-            state = self._start()
-            progress.waiting("compiling")
-            step = self.trainer.step_of(state)
-            with _writing(self.run_dir):
-                first_step = step if self.is_first_host else None
-                self.log = MetricsLog(self.run_dir / "metrics.jsonl", first_step=first_step)
-            looks = [r for r in self.log.records() if r.get("validation") and r["step"] <= step]
-            sums, since = np.zeros(4), time.monotonic()
-            while step < self.config.steps:
-                began = time.monotonic()
-                state, totals = self.trainer.advance(state, self._next_stop(step))
-                last_loss = float(totals.last_loss)
-                steps_done, step = int(totals.steps), self.trainer.step_of(state)
-                self.steps_per_second = steps_done / (time.monotonic() - began)
-                sums += np.array([totals.loss, totals.correct, totals.examples, totals.steps], np.float64)
-                if not np.isfinite(last_loss):
+            return self._to_the_end(self._start(), noted)
+
+    def _to_the_end(self, state: TrainState, noted: Noted) -> Outcome:
+        """Takes the steps that are left; looks at the validation split, logs and saves in between."""
+        self.progress.waiting("compiling")
+        step = self.trainer.step_of(state)
+        with _writing(self.run_dir):
+            first_step = step if self.is_first_host else None
+            self.log = MetricsLog(self.run_dir / "metrics.jsonl", first_step=first_step)
+        looks = [r for r in self.log.records() if r.get("validation") and r["step"] <= step]
+        sums, since = np.zeros(4), time.monotonic()
+        while step < self.config.steps:
+            began = time.monotonic()
+            state, totals = self.trainer.advance(state, self._next_stop(step))
+            last_loss = float(totals.last_loss)
+            steps_done, step = int(totals.steps), self.trainer.step_of(state)
+            self.steps_per_second = steps_done / (time.monotonic() - began)
+            sums += np.array([totals.loss, totals.correct, totals.examples, totals.steps], np.float64)
+            if not np.isfinite(last_loss):
+                return self._diverged(step)
+            self.progress.update(step, loss=sums[0] / sums[3], steps_per_second=self.steps_per_second)
+            stopped_by = largest_of_hosts(noted.number)
+            is_last = step == self.config.steps
+            is_stopped = False
+            if step % self.config.evaluate_every == 0 or is_last:
+                state = self.trainer.caught_up(state)
+                validation = self.trainer.validate(state)
+                if not np.isfinite(validation["loss"]):
                     return self._diverged(step)
-                progress.update(step, loss=sums[0] / sums[3], steps_per_second=self.steps_per_second)
-                stopped_by = largest_of_hosts(noted.number)
-                is_last = step == self.config.steps
-                is_stopped = False
-                if step % self.config.evaluate_every == 0 or is_last:
-                    state = self.trainer.caught_up(state)
-                    validation = self.trainer.validate(state)
-                    if not np.isfinite(validation["loss"]):
-                        return self._diverged(step)
-                    progress.validated(**{n: validation[n] for n in ("accuracy", "auprc", "violation_rate")})
-                    looks.append({"step": step, "validation": validation})
-                    is_stopped = self._is_enough(looks) and not is_last
-                    self._log_look(step, sums, time.monotonic() - since, validation, is_stopped)
-                    sums, since = np.zeros(4), time.monotonic()
-                    self._save(step, state, validation["accuracy"])
-                elif stopped_by or step % self.options.checkpoint_every == 0:
-                    self._save(step, state, None)
-                if is_stopped or (stopped_by and not is_last):
-                    break
-            checkpoints.wait()
-            place = checkpoints.directory / str(step)
-            # Once more: a signal may have come in the last dispatch, or while the last checkpoint was written.
-            stop_if_heard(
-                noted.number,
-                f"Stopped at step {step}; saved in {place}. Start again with the same --run-dir to go on.",
-            )
-            if not looks or looks[-1]["step"] < step:  # the run had ended before, and its metrics are gone
-                looks.append({"step": step, "validation": self.trainer.validate(state)})
-                self._log_look(step, sums, time.monotonic() - since, looks[-1]["validation"])
+                self.progress.validated(**{n: validation[n] for n in ("accuracy", "auprc", "violation_rate")})
+                looks.append({"step": step, "validation": validation})
+                is_stopped = self._is_enough(looks) and not is_last
+                self._log_look(step, sums, time.monotonic() - since, validation, is_stopped)
+                sums, since = np.zeros(4), time.monotonic()
+                self._save(step, state, validation["accuracy"])
+            elif stopped_by or step % self.options.checkpoint_every == 0:
+                self._save(step, state, None)
+            if is_stopped or (stopped_by and not is_last):
+                break
+        self.checkpoints.wait()
+        place = self.checkpoints.directory / str(step)
+        # Once more: a signal may have come in the last dispatch, or while the last checkpoint was written.
+        stop_if_heard(
+            noted.number,
+            f"Stopped at step {step}; saved in {place}. Start again with the same --run-dir to go on.",
+        )
+        if not looks or looks[-1]["step"] < step:  # the run had ended before, and its metrics are gone
+            looks.append({"step": step, "validation": self.trainer.validate(state)})
+            self._log_look(step, sums, time.monotonic() - since, looks[-1]["validation"])
         return Outcome(self.run_dir, self.config, "finished", step, best_look(looks))
 
     def _features(self, noted: Noted) -> Dataset:

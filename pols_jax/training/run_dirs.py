@@ -56,7 +56,7 @@ def locked(run_dir: str | Path, *, flag: str = "--run-dir") -> Iterator[None]:
     if jax.process_index() > 0:
         yield
         return
-    make_run_dir(run_dir, flag=flag)
+    _make_directory(run_dir, flag=flag)
     place = Path(run_dir).resolve()
     if _held.get(place, (None,))[0] == threading.get_ident():
         yield
@@ -117,7 +117,7 @@ def run_directory(given: str | Path | None, *, name: str, root: str | Path = "ru
                     folder.rmdir()
 
 
-def make_run_dir(run_dir: str | Path, *, flag: str = "--run-dir") -> None:
+def _make_directory(run_dir: str | Path, *, flag: str = "--run-dir") -> None:
     """Creates a directory for runs."""
     try:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def make_run_dir(run_dir: str | Path, *, flag: str = "--run-dir") -> None:
 
 def _new_folder(root: Path, name: str) -> str:
     check_directory(root)
-    make_run_dir(root)
+    _make_directory(root)
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1, 1000):
         folder = stem if number == 1 else f"{stem}-{number}"

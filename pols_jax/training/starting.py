@@ -45,14 +45,6 @@ class Start:
     variables: dict[str, Any]
     _features: Dataset | None = None
 
-    def applied(self, state: TrainState, init_optimizer: Callable[[Any], Any]) -> TrainState:
-        """The state before the first step, with these weights instead of random ones."""
-        params, batch_stats = (
-            _over(tree, self.variables.get(name, {}))
-            for name, tree in (("params", state.params), ("batch_stats", state.batch_stats))
-        )
-        return state._replace(params=params, batch_stats=batch_stats, opt_state=init_optimizer(params))
-
     def features(self, config: RunConfig, dataset: Dataset, report: Any) -> Dataset:
         """The features of a data set; computed for the first run of an experiment, and kept for the others."""
         if self._features is None:
@@ -70,6 +62,15 @@ class Start:
         if not (run_dir / _NAME).exists():
             flat = flax.traverse_util.flatten_dict(self.variables, sep="/")
             write_arrays(run_dir / _NAME, flat | {"info": np.array(json.dumps(encode(self.info)))})
+
+
+def with_weights(
+    state: TrainState, variables: dict[str, Any], init_optimizer: Callable[[Any], Any]
+) -> TrainState:
+    """The state before the first step, with the variables of a `Start` in the places of random ones."""
+    params = _over(state.params, variables["params"])
+    batch_stats = _over(state.batch_stats, variables.get("batch_stats", {}))
+    return state._replace(params=params, batch_stats=batch_stats, opt_state=init_optimizer(params))
 
 
 def without_backbone(state: TrainState) -> TrainState:

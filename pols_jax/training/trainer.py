@@ -4,7 +4,6 @@ Data that fits in memory lives on the devices, and many steps run per dispatch i
 streamed, one dispatch per step. All run the same `train_step`.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +32,7 @@ from pols_jax.training.config import RunConfig
 from pols_jax.training.features import fitting_batch
 from pols_jax.training.learning import Totals, TrainState, train_step
 from pols_jax.training.placement import DataParallel
-from pols_jax.training.starting import Start
+from pols_jax.training.starting import Start, with_weights
 
 # While training, single-logit metrics are measured on as many classes as keep the scores below this number.
 _MAX_SCORES = 2**26
@@ -100,11 +99,9 @@ class Trainer:
 
         def first(variables):
             state = self.learner.init(self.dataset.image_shape)
-            if start is None:
-                return state
-            return dataclasses.replace(start, variables=variables).applied(state, self.learner.init_optimizer)
+            return with_weights(state, variables, self.learner.init_optimizer) if variables else state
 
-        return self.placement.init(first, None if start is None else start.variables)
+        return self.placement.init(first, start.variables if start else {})
 
     def advance(self, state: TrainState, until: int) -> tuple[TrainState, Totals]:
         """Trains until a step is reached, or the loss is no longer finite; consumes the state.
