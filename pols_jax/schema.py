@@ -57,9 +57,15 @@ def json_field(name: str, **options: Any) -> Any:
     return dataclasses.field(metadata={"json": name}, **options)
 
 
-def encode(record: Any) -> dict[str, Any]:
-    """Turns a dataclass into what JSON can hold; `decode` reads it back."""
-    return {name: _encoded(getattr(record, field.name)) for name, field in _fields(type(record)).items()}
+def encode(value: Any) -> Any:
+    """Turns a dataclass, and all that it holds, into what JSON can hold; `decode` reads it back."""
+    if dataclasses.is_dataclass(value):
+        return {name: encode(getattr(value, field.name)) for name, field in _fields(type(value)).items()}
+    if isinstance(value, tuple | list):
+        return [encode(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: encode(entry) for name, entry in value.items()}
+    return value
 
 
 def decode(kind: Any, value: Any, *, where: str = "") -> Any:
@@ -272,16 +278,6 @@ def _decode_items(kind: Any, value: list | tuple, where: str) -> Any:
         decode(kind, entry, where=f"{where}[{i}]")
         for i, (kind, entry) in enumerate(zip(kinds, value, strict=True))
     )
-
-
-def _encoded(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return encode(value)
-    if isinstance(value, tuple | list):
-        return [_encoded(entry) for entry in value]
-    if isinstance(value, dict):
-        return {name: _encoded(entry) for name, entry in value.items()}
-    return value
 
 
 def _described(kind: Any) -> str:
