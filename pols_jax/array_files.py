@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pols_jax.errors import ConfigError, reason_of
-from pols_jax.files import read_bytes
+from pols_jax.files import read_bytes, reading
 from pols_jax.schema import npz_arrays, parse_json
 
 __all__ = ["read_array_file", "read_names"]
@@ -21,11 +21,7 @@ _DTYPES = {
     "F32": np.float32,
     "F16": np.float16,
     "BF16": jnp.bfloat16,
-    **{
-        f"{kind}{bits}": f"{'i' if kind == 'I' else 'u'}{bits // 8}"
-        for kind in "IU"
-        for bits in (8, 16, 32, 64)
-    },
+    **{f"{kind}{bits}": f"{kind.lower()}{bits // 8}" for kind in "IU" for bits in (8, 16, 32, 64)},
 }
 
 
@@ -44,7 +40,8 @@ def read_array_file(path: str | Path) -> dict[str, np.ndarray]:
     readers = {".npz": npz_arrays, ".safetensors": _safetensors}
     if path.suffix not in readers:
         raise ConfigError(f"{path} must be an .npz or a .safetensors file.")
-    content = _content(path)
+    with reading(path, error=ConfigError):
+        content = read_bytes(path, max_bytes=_MAX_BYTES)
     try:
         return readers[path.suffix](content)
     except MemoryError:
@@ -59,24 +56,15 @@ def read_names(path: str | Path) -> list[str]:
     Raises:
       ConfigError: if it cannot be read, or holds something else.
     """
-    content = _content(Path(path))
-    try:
+    with reading(path, error=ConfigError):
+        content = read_bytes(path, max_bytes=_MAX_BYTES)
         if Path(path).suffix != ".json":
             lines = content.decode().removeprefix("\ufeff").split("\n")
             return [line.rstrip("\r") for line in (lines if lines[-1] else lines[:-1])]
         names = parse_json(content)
-    except ValueError as error:
-        raise ConfigError(f"{path} cannot be read: {reason_of(error)}.") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{path} must be a list of names, one for each class.")
     return names
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return read_bytes(path, max_bytes=_MAX_BYTES)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {reason_of(error)}.") from error
 
 
 def _safetensors(content: bytes) -> dict[str, np.ndarray]:

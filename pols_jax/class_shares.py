@@ -68,7 +68,7 @@ class ClassShare(NamedTuple):
 
     def concatenated(self, rows: np.ndarray) -> np.ndarray:
         """The rows of all classes, from those of this process."""
-        padded = np.zeros((max(np.diff(self.edges)), *rows.shape[1:]), rows.dtype)
-        padded[: len(rows)] = rows
         sizes = np.diff(self.edges)
+        padded = np.zeros((max(sizes), *rows.shape[1:]), rows.dtype)
+        padded[: len(rows)] = rows
         return np.concatenate([part[:size] for part, size in zip(self.gather(padded), sizes, strict=True)])

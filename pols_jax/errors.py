@@ -80,11 +80,7 @@ class DivergenceError(PolsError, RuntimeError):
 
 
 class HostError(PolsError, RuntimeError):
-    """Another host of the same training is missing, died, or was started with other settings.
-
-    Attributes:
-      exit_code: 2 where the flags of the hosts do not fit together, else 1.
-    """
+    """Another host of the same training is missing, died, or was started with other settings: ``exit_code`` is 2 then."""
 
     def __init__(self, message: str, *, exit_code: int = 1):
         super().__init__(message)
@@ -100,11 +96,7 @@ class WorkerError(PolsError, RuntimeError):
 
 
 class InterruptedRunError(PolsError, RuntimeError):
-    """The run was stopped by a signal, after a checkpoint was saved.
-
-    Attributes:
-      signal_number: The signal.
-    """
+    """The run was stopped by a signal, ``signal_number``, after a checkpoint was saved."""
 
     def __init__(self, message: str, signal_number: int):
         super().__init__(message)
@@ -113,11 +105,7 @@ class InterruptedRunError(PolsError, RuntimeError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked the program to end; no error, and so nothing that handles errors should catch it.
-
-    Attributes:
-      signal_number: The signal.
-    """
+    """A signal, ``signal_number``, asked the program to end; no error, so what handles errors should not catch it."""
 
     def __init__(self, signal_number: int):
         super().__init__("Stopped.")
@@ -126,15 +114,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Returns the sentence for a name that does not exist, with the nearest ones that do.
-
-    Args:
-      kind: What the name should have been the name of.
-      name: The name that was asked for.
-      known: The names that exist.
-
-    Returns:
-      One sentence for an error.
+    """Returns the sentence for a name of some kind that is not known, with the nearest ones that are.
 
     Examples:
       >>> print(unknown_name("loss", "max_margins", ["cross_entropy", "max_margin"]))
@@ -160,12 +140,6 @@ def printable(name: str | os.PathLike) -> str:
     r"""Returns a name as it can be shown: in one line, in valid UTF-8, and without power over a terminal.
 
     Control characters, marks that turn the direction of text, and bytes that are not UTF-8 become escapes.
-
-    Args:
-      name: The name of a file or of a class.
-
-    Returns:
-      The name; an ordinary one is unchanged.
 
     Examples:
       >>> printable("cat\x1b[2J\n.png"), printable(os.fsdecode(b"caf\xe9.png"))

@@ -20,16 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from pols_jax.errors import ConfigError, FileError, reason_of
+from pols_jax.errors import ConfigError, FileError, PolsError, RunError, reason_of
 
 __all__ = [
     "check_directory",
     "check_new",
     "check_space",
     "check_writable",
+    "finite",
     "make_directory",
     "new_directory",
     "read_bytes",
+    "reading",
     "write_arrays",
     "write_bytes",
     "write_json",
@@ -45,10 +47,7 @@ _NO_ROOM_BESIDE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
 def check_writable(*paths: str | Path | None) -> None:
-    """Raises unless every file can be written. Writes nothing.
-
-    Raises:
-      ConfigError: if a file is a directory, its directory does not exist, it cannot be written, or it is named twice.
+    """Raises a `ConfigError` unless every file can be written, and is named once. Writes nothing.
 
     Examples:
       >>> check_writable(Path("no/such/directory/table.md"))
@@ -125,10 +124,6 @@ def check_new(directory: str | Path) -> None:
 def new_directory(path: str | Path) -> Iterator[Path]:
     """Makes a directory at once or not at all: what is written into the one that it gives, or nothing.
 
-    Raises:
-      ConfigError: if the directory exists or cannot be made.
-      FileError: if a file cannot be written; there is no directory then.
-
     Examples:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as folder:
@@ -147,14 +142,12 @@ def new_directory(path: str | Path) -> Iterator[Path]:
         yield beside
         check_new(path)
         os.rename(beside, path)
-    except OSError as error:
-        shutil.rmtree(beside, ignore_errors=True)
-        if isinstance(error, FileError):
-            raise
-        raise FileError(f"{path} could not be written ({reason_of(error)}).") from error
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+    except FileError:
         raise
+    except OSError as error:
+        raise FileError(f"{path} could not be written ({reason_of(error)}).") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def read_bytes(path: str | Path, *, max_bytes: int = 2**30) -> bytes:
@@ -182,6 +175,15 @@ def read_bytes(path: str | Path, *, max_bytes: int = 2**30) -> bytes:
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {max_bytes} bytes", str(path))
     return data
+
+
+@contextlib.contextmanager
+def reading(path: str | Path, *, error: type[PolsError] = RunError) -> Iterator[None]:
+    """Within it, a file that cannot be read, or that is not what it should be, is an ``error`` in one sentence."""
+    try:
+        yield
+    except (OSError, ValueError) as problem:
+        raise error(f"{path} cannot be read: {reason_of(problem)}.") from problem
 
 
 def write_bytes(path: str | Path | None, content: bytes) -> None:
@@ -213,15 +215,8 @@ def write_text(path: str | Path | None, text: str) -> None:
 
 
 def write_json(path: str | Path | None, content: Any) -> None:
-    """Writes a JSON file as `write_bytes` does. Numbers that are not finite become null: JSON has none."""
-    if path is None:
-        return
-    content = _finite(content)
-    try:
-        encoded = json.dumps(content, indent=1, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # a file name that is not UTF-8, for example: JSON can escape it
-        encoded = json.dumps(content, indent=1).encode()
-    write_bytes(path, encoded + b"\n")
+    """Writes a JSON file as `write_text` does, whose escapes are those of JSON. Numbers that are not finite become null."""
+    write_text(path, json.dumps(finite(content), indent=1, ensure_ascii=False) + "\n")
 
 
 def write_arrays(path: str | Path, arrays: Mapping[str, Any]) -> None:
@@ -349,12 +344,12 @@ def _why_no_new_file(directory: Path) -> str | None:
     return None
 
 
-def _finite(content: Any) -> Any:
-    """The same with None in the place of numbers that are not finite."""
+def finite(content: Any) -> Any:
+    """The same with None in the place of numbers that are not finite: JSON has none."""
     if isinstance(content, Mapping):
-        return {key: _finite(value) for key, value in content.items()}
+        return {key: finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
+        return [finite(value) for value in content]
     return None if isinstance(content, float) and not np.isfinite(content) else content
 
 

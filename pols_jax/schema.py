@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from pols_jax.errors import ConfigError, PolsError, RunError, reason_of
-from pols_jax.files import read_bytes
+from pols_jax.files import read_bytes, reading
 
 __all__ = [
     "TYPE_WORDS",
@@ -57,9 +57,15 @@ def json_field(name: str, **options: Any) -> Any:
     return dataclasses.field(metadata={"json": name}, **options)
 
 
-def encode(record: Any) -> dict[str, Any]:
-    """Turns a dataclass into what JSON can hold; `decode` reads it back."""
-    return {name: _encoded(getattr(record, field.name)) for name, field in _fields(type(record)).items()}
+def encode(value: Any) -> Any:
+    """Turns a dataclass, and all that it holds, into what JSON can hold; `decode` reads it back."""
+    if dataclasses.is_dataclass(value):
+        return {name: encode(getattr(value, field.name)) for name, field in _fields(type(value)).items()}
+    if isinstance(value, tuple | list):
+        return [encode(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: encode(entry) for name, entry in value.items()}
+    return value
 
 
 def decode(kind: Any, value: Any, *, where: str = "") -> Any:
@@ -77,11 +83,12 @@ def decode(kind: Any, value: Any, *, where: str = "") -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _decode_fields(kind, value, where)
     if origin in (typing.Union, types.UnionType):
         return _decode_union(kind, value, where)
-    if origin is Literal:
+    if dataclasses.is_dataclass(kind):
+        if isinstance(value, dict):
+            return _decode_fields(kind, value, where)
+    elif origin is Literal:
         if any(type(value) is type(known) and value == known for known in arguments):
             return value
     elif origin in (tuple, list):
@@ -107,10 +114,8 @@ def read_json(path: str | Path, *, error: type[PolsError] = RunError) -> Any:
       PolsError: of the given kind, if the file is missing, not a regular file, not UTF-8, not JSON, nested too deeply, or
         holds another number or text.
     """
-    try:
+    with reading(path, error=error):
         return parse_json(read_bytes(path))
-    except (OSError, ValueError) as problem:
-        raise error(f"{path} cannot be read: {reason_of(problem)}.") from problem
 
 
 def parse_json(content: bytes) -> Any:
@@ -160,27 +165,22 @@ class ArrayKind(typing.NamedTuple):
     is_optional: bool = False
 
 
-def read_arrays(
-    path: str | Path, kinds: Mapping[str, ArrayKind], *, error: type[PolsError] = RunError, **sizes: int
-) -> dict[str, np.ndarray]:
-    """Reads the arrays of an npz file, by name.
+def read_arrays(path: str | Path, kinds: Mapping[str, ArrayKind], **sizes: int) -> dict[str, np.ndarray]:
+    """Reads the arrays of an npz file, by name, or raises a `RunError`.
 
     Args:
       path: The file.
       kinds: What its arrays have to be, by name.
-      error: What is raised if the file is damaged, or an array is missing, unknown, or not what it has to be.
       **sizes: Sizes by their names in the shapes; the others follow from the arrays.
     """
-    try:
+    with reading(path):
         content = read_bytes(path)
-    except (OSError, ValueError) as problem:
-        raise error(f"{path} cannot be read: {reason_of(problem)}.") from problem
     try:
         arrays = npz_arrays(content)
     except Exception as problem:  # whatever a damaged file makes the libraries raise
-        raise error(f"{path} cannot be read: it is damaged ({reason_of(problem)}).") from problem
+        raise RunError(f"{path} cannot be read: it is damaged ({reason_of(problem)}).") from problem
     if why := _array_problem(arrays, kinds, sizes):
-        raise error(f"{path} cannot be used: {why}.")
+        raise RunError(f"{path} cannot be used: {why}.")
     return arrays
 
 
@@ -194,30 +194,24 @@ def npz_arrays(content: bytes) -> dict[str, np.ndarray]:
         }
 
 
-def _array_problem(
-    arrays: Mapping[str, Any], kinds: Mapping[str, ArrayKind], sizes: dict[str, int]
-) -> str | None:
+def _array_problem(arrays: Mapping[str, Any], kinds: Mapping[str, ArrayKind], sizes: Any) -> str | None:
     """What is wrong with the arrays of a file, if anything is."""
     if unknown := [name for name in arrays if name not in kinds]:
         return f"it holds {unknown[0]!r}, which a newer version of pols_jax must have written"
     for name, kind in kinds.items():
-        if name not in arrays:
-            if kind.is_optional:
-                continue
+        array = arrays.get(name)
+        if array is None and kind.is_optional:
+            continue
+        if array is None:
             return f"{name} is missing"
-        array = arrays[name]
         if not isinstance(array, np.ndarray) or array.dtype.kind not in kind.kinds:
             return f"{name} has the wrong type, {getattr(array, 'dtype', type(array).__name__)}"
-        wanted = [sizes.get(size, size) if isinstance(size, str) else size for size in kind.shape]
+        wanted = [sizes.get(size, size) for size in kind.shape]
         if len(wanted) != array.ndim or any(
             isinstance(size, int) and size != actual for size, actual in zip(wanted, array.shape, strict=True)
         ):
             return f"{name} has the shape {list(array.shape)} instead of [{', '.join(map(str, wanted))}]"
-        sizes |= {
-            size: actual
-            for size, actual in zip(kind.shape, array.shape, strict=True)
-            if isinstance(size, str)
-        }
+        sizes |= dict(zip(kind.shape, array.shape, strict=True))
     return None
 
 
@@ -236,9 +230,7 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _decode_fields(kind: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where or 'The content'} must be an object, got {_shortened(value)}.")
+def _decode_fields(kind: Any, value: dict, where: str) -> Any:
     if hasattr(kind, "with_new_names"):  # what older versions wrote
         value = kind.with_new_names(value)
     fields, hints = _fields(kind), _hints(kind)
@@ -265,17 +257,13 @@ def _decode_union(kind: Any, value: Any, where: str) -> Any:
     if value is None and type(None) in choices:
         return None
     choices = [choice for choice in choices if choice is not type(None)]
-    for choice in choices[:-1]:
+    for choice in choices:
         try:
             return decode(choice, value, where=where)
         except ConfigError:
-            continue
-    try:
-        return decode(choices[-1], value, where=where)
-    except ConfigError as error:
-        if len(choices) == 1 and isinstance(value, dict | list):
-            raise  # says which part is wrong
-        raise ConfigError(f"{where} must be {_described(kind)}, got {_shortened(value)}.") from error
+            if len(choices) == 1 and isinstance(value, dict | list):
+                raise  # says which part is wrong
+    raise ConfigError(f"{where} must be {_described(kind)}, got {_shortened(value)}.")
 
 
 def _decode_items(kind: Any, value: list | tuple, where: str) -> Any:
@@ -290,16 +278,6 @@ def _decode_items(kind: Any, value: list | tuple, where: str) -> Any:
         decode(kind, entry, where=f"{where}[{i}]")
         for i, (kind, entry) in enumerate(zip(kinds, value, strict=True))
     )
-
-
-def _encoded(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return encode(value)
-    if isinstance(value, tuple | list):
-        return [_encoded(entry) for entry in value]
-    if isinstance(value, dict):
-        return {name: _encoded(entry) for name, entry in value.items()}
-    return value
 
 
 def _described(kind: Any) -> str:

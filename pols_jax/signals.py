@@ -55,13 +55,12 @@ def noted_signals() -> Iterator[Noted]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    previous = _install(note)
-    _noted = noted
-    try:
-        yield noted
-    finally:
-        _noted = None
-        _restore(previous)
+    with _handled_by(note) as previous:
+        _noted = noted
+        try:
+            yield noted
+        finally:
+            _noted = None
     if noted.number:
         raise InterruptedRunError("Stopped, after everything was saved.", noted.number)
 
@@ -78,14 +77,13 @@ def raised_signals() -> Iterator[None]:
         is_stopping = True
         raise Interrupted(number)
 
-    previous = _install(stop)
-    try:
+    with _handled_by(stop):
         yield
-    finally:
-        _restore(previous)
 
 
-def _install(handler: Callable[[int, Any], None]) -> dict[int, Any]:
+@contextmanager
+def _handled_by(handler: Callable[[int, Any], None]) -> Iterator[dict[int, Any]]:
+    """Within it signals go to a handler; gives the handlers that were there before."""
     previous = {}
     for number in _NUMBERS:
         before = signal.getsignal(number)
@@ -97,13 +95,12 @@ def _install(handler: Callable[[int, Any], None]) -> dict[int, Any]:
         except ValueError:  # not in the main thread
             break
         previous[number] = before
-    return previous
-
-
-def _restore(previous: dict[int, Any]) -> None:
-    for number, handler in previous.items():
-        # None is a handler that was not installed from Python, and cannot be from here.
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    try:
+        yield previous
+    finally:
+        for number, before in previous.items():
+            # None is a handler that was not installed from Python, and cannot be from here.
+            signal.signal(number, signal.SIG_DFL if before is None else before)
 
 
 def _end_at_once(number: int) -> None:

@@ -76,12 +76,7 @@ class Table:
 
 
 def print_tables(tables: Sequence[Table], *, console: Console | None = None) -> None:
-    """Prints tables; one that is too wide comes in parts, each with the names of the rows.
-
-    Args:
-      tables: The tables.
-      console: Where to print; standard output if None.
-    """
+    """Prints tables, on standard output by default; one that is too wide comes in parts, each with the names of the rows."""
     if console is None:
         console = Console(markup=False, emoji=False)  # names are not markup
         if not console.is_terminal:

@@ -296,6 +296,19 @@ class RunConfig(Setup):
         """The settings that this loss has, by the names of the flags."""
         return {name: getattr(self, name) for name in LOSS_FLAGS.get(self.loss, ())}
 
+    def choices(self, *, separator: str) -> list[str]:
+        """What distinguishes the runs of one loss, in words: the learning rate and the loss's own settings."""
+        values = {"lr": self.learning_rate, **self.loss_options()}
+        return [
+            f"{name}{separator}{value if isinstance(value, str) else f'{value:g}'}"
+            for name, value in values.items()
+            if value is not None
+        ]
+
+    def runs(self) -> list["RunConfig"]:
+        """This one; an `Experiment` has several."""
+        return [self]
+
     def first_bias(self, num_classes: int) -> float:
         """The value that the biases of the output layer start from."""
         if self.bias_init is not None:

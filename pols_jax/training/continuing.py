@@ -14,10 +14,8 @@ from pols_jax.files import check_directory
 from pols_jax.training.checkpoint_reading import StoredCheckpoint, newest_step, stored_steps
 from pols_jax.training.config import RunConfig
 from pols_jax.training.progress import MetricsLog, ended_early
-from pols_jax.training.run_dirs import check_unlocked, make_run_dir
+from pols_jax.training.run_dirs import check_unlocked
 from pols_jax.training.run_files import RunInfo, StartInfo, read_run_info, write_run_info
-
-__all__ = ["Outcome", "best_look", "check_run_dir", "ended_before", "write_run_files"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +102,6 @@ def best_look(looks: list[dict[str, Any]]) -> dict[str, float]:
 
 def write_run_files(run_dir: Path, config: RunConfig, dataset: Dataset, start: StartInfo | None) -> None:
     """Writes what makes the directory that of a run, unless it is there."""
-    make_run_dir(run_dir)
     if read_run_info(run_dir) is not None:
         return
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

@@ -13,21 +13,10 @@ from pols_jax.files import write_json
 from pols_jax.signals import noted_signals
 from pols_jax.training.checkpoints import newest_step
 from pols_jax.training.config import Experiment, RunConfig
-from pols_jax.training.feasibility import check_feasible
-from pols_jax.training.fitting import (
-    Outcome,
-    RunOptions,
-    check_run_dir,
-    choices_text,
-    fit,
-    shared_settings,
-    stop_if_heard,
-)
-from pols_jax.training.hosts import check_same_settings
-from pols_jax.training.placement import check_batch_size
-from pols_jax.training.run_dirs import locked, make_run_dir
+from pols_jax.training.fitting import Outcome, RunOptions, check_run_dir, fit, settled, stop_if_heard
+from pols_jax.training.run_dirs import locked
 from pols_jax.training.run_files import read_experiment, read_run_info, read_sweep_file
-from pols_jax.training.starting import Start, load_start
+from pols_jax.training.starting import Start
 
 
 def run_experiment(
@@ -71,12 +60,7 @@ def run_experiment(
       ['cross_entropy', 'batch_cross_entropy']
     """
     options, run_dir = options or RunOptions(), Path(run_dir)
-    check_batch_size(experiment.batch_size, jax.device_count())
-    check_feasible(experiment.runs()[0], dataset)
-    start = start or load_start(experiment, dataset, run_dir)
-    if start is not None:
-        experiment = start.settled(experiment)
-    check_same_settings(shared_settings(experiment, dataset, run_dir, options))
+    experiment, start = settled(experiment, dataset, run_dir, options, start)
     _check_home(run_dir, has_several=len(experiment.runs()) > 1)
     _check_folders(run_folders(experiment, run_dir), dataset)
     with locked(run_dir):
@@ -129,12 +113,12 @@ def _after_short_sweep(
     _check_folders({run_dir / loss: _saved_or_first(runs, run_dir / loss) for loss in several}, dataset)
     _write_experiment(experiment, run_dir)
     outcomes = run_experiment(short, dataset, run_dir / "sweep", options=options, start=start)
-    chosen = [outcome.config for outcome in outcomes]
-    single = [run for run in runs if run.loss not in several]
-    order = list(experiment.losses())
+    chosen = {run.loss: run for run in runs if run.loss not in several}
+    chosen |= {outcome.config.loss: outcome.config for outcome in outcomes}
     return {
-        run_dir / run.loss: dataclasses.replace(run, steps=experiment.steps)
-        for run in sorted([*single, *chosen], key=lambda run: order.index(run.loss))
+        run_dir / loss: dataclasses.replace(chosen[loss], steps=experiment.steps)
+        for loss in experiment.losses()
+        if loss in chosen
     }
 
 
@@ -142,9 +126,7 @@ def _saved_or_first(runs: Sequence[RunConfig], folder: Path) -> RunConfig:
     """Of the runs of the loss that the folder is named after, the one most like what the folder holds; or the first."""
     candidates = [run for run in runs if run.loss == folder.name]
     saved = read_run_info(folder)
-    if saved is None:
-        return candidates[0]
-    return min(candidates, key=lambda run: len(run.differences(saved.config)))
+    return min(candidates, key=lambda run: len(run.differences(saved.config)) if saved else 0)
 
 
 def _check_home(run_dir: Path, *, has_several: bool) -> None:
@@ -169,7 +151,6 @@ def _check_folders(folders: Mapping[Path, RunConfig], dataset: Dataset) -> None:
 
 def _write_experiment(experiment: Experiment, run_dir: Path) -> None:
     if jax.process_index() == 0:
-        make_run_dir(run_dir)
         write_json(run_dir / "experiment.json", experiment.to_json())
 
 
@@ -200,8 +181,9 @@ def run_folders(experiment: Experiment, run_dir: str | Path) -> dict[Path, RunCo
     run_dir, runs = Path(run_dir), experiment.runs()
     if len(runs) == 1:
         return {run_dir: runs[0]}
-    is_sweep = experiment.is_sweep()
-    return {run_dir / (_sweep_name(run) if is_sweep else run.loss): run for run in runs}
+    if experiment.is_sweep():
+        return {run_dir / "-".join([run.loss, *run.choices(separator="")]): run for run in runs}
+    return {run_dir / run.loss: run for run in runs}
 
 
 def _sweep_report(
@@ -210,7 +192,6 @@ def _sweep_report(
     """What ``sweep.json`` says."""
     report = {}
     for loss in dict.fromkeys(outcome.config.loss for outcome in outcomes):
-        best = choose(outcomes, loss, by=by)
         runs = [
             {
                 "run": str(outcome.run_dir.relative_to(run_dir)),
@@ -223,15 +204,15 @@ def _sweep_report(
             for outcome in outcomes
             if outcome.config.loss == loss
         ]
-        if best is None:
-            report[loss] = {"chosen": None, "why": "Every run diverged.", "runs": runs}
-            continue
-        measure = {"accuracy": "accuracy", "auprc": "AUPRC of one logit"}[by]
-        why = (
-            f"The highest validation {measure}, {best.validation[by]:.4f}, of {len(runs)} runs; in a tie the smaller "
-            "validation loss."
-        )
-        report[loss] = {"chosen": str(best.run_dir.relative_to(run_dir)), "why": why, "runs": runs}
+        chosen, why = None, "Every run diverged."
+        if best := choose(outcomes, loss, by=by):
+            chosen = str(best.run_dir.relative_to(run_dir))
+            measure = {"accuracy": "accuracy", "auprc": "AUPRC of one logit"}[by]
+            why = (
+                f"The highest validation {measure}, {best.validation[by]:.4f}, of {len(runs)} runs; in a tie the smaller "
+                "validation loss."
+            )
+        report[loss] = {"chosen": chosen, "why": why, "runs": runs}
     return report
 
 
@@ -243,7 +224,3 @@ def _divergence(outcome: Outcome) -> str:
         f"The loss of {outcome.run_dir} was no longer finite at step {outcome.step}, with learning rate {rate:g}; "
         f"{left}. Try a smaller --learning-rate."
     )
-
-
-def _sweep_name(config: RunConfig) -> str:
-    return "-".join([config.loss, *choices_text(config, separator="")])

@@ -5,18 +5,15 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pols_jax.data import ArraySplit, Dataset, find_augmentation
 from pols_jax.errors import ConfigError
 from pols_jax.memory import check_fits
 from pols_jax.training.class_parallel import mesh_of
 from pols_jax.training.config import RunConfig
-from pols_jax.training.network import make_model
+from pols_jax.training.network import make_model, variable_shapes
 from pols_jax.training.optimizers import make_optimizer, make_schedule
 from pols_jax.training.row_optimizers import RowState, make_row_optimizer
-
-__all__ = ["check_feasible", "check_shape", "num_parameters"]
 
 
 def check_feasible(config: RunConfig, dataset: Dataset) -> None:
@@ -25,8 +22,11 @@ def check_feasible(config: RunConfig, dataset: Dataset) -> None:
     Or if a mesh does not fit the devices. Compiles and allocates nothing.
     """
     train = dataset.train
-    if config.head == "sampled":
-        _check_drawn(config, dataset)
+    if config.head == "sampled" and (config.num_noise or 1) > dataset.num_classes:
+        raise ConfigError(
+            f"--num-noise {config.num_noise} draws more classes than the {dataset.num_classes:,} of {dataset.name}; draw "
+            "fewer, or take all of them with --head blockwise."
+        )
     if config.head == "sharded":
         mesh_of(config)
     if config.feature_passes and find_augmentation(config.augment, dataset) is None:
@@ -38,14 +38,6 @@ def check_feasible(config: RunConfig, dataset: Dataset) -> None:
         image_shape=dataset.image_shape,
         resident_bytes=train.images.nbytes if isinstance(train, ArraySplit) else 0,
     )
-
-
-def _check_drawn(config: RunConfig, dataset: Dataset) -> None:
-    if (config.num_noise or 1) > dataset.num_classes:
-        raise ConfigError(
-            f"--num-noise {config.num_noise} draws more classes than the {dataset.num_classes:,} of {dataset.name}; draw "
-            "fewer, or take all of them with --head blockwise."
-        )
 
 
 def check_shape(
@@ -83,8 +75,7 @@ def check_shape(
 
 def num_parameters(config: RunConfig, num_classes: int, image_shape: tuple[int, int, int]) -> int:
     """The number of parameters of a run's network, without those of batch statistics."""
-    images = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
-    variables: Any = jax.eval_shape(make_model(config, num_classes).init, jax.random.key(0), images)
+    variables = variable_shapes(make_model(config, num_classes), image_shape)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables["params"]))
 
 
@@ -100,24 +91,23 @@ def _bytes_per_device(config: RunConfig, num_classes: int, image_shape: tuple[in
 @functools.lru_cache
 def _sizes(config: RunConfig, num_classes: int, image_shape: tuple[int, int, int]) -> tuple[int, int]:
     """Bytes of parameters, their gradient and the optimizer's state; and of the largest layer's output for one image."""
-    model = make_model(config, num_classes)
-    init = functools.partial(model.init, capture_intermediates=True)
-    variables: Any = dict(
-        jax.eval_shape(init, jax.random.key(0), jax.ShapeDtypeStruct((1, *image_shape), jnp.float32))
+    variables = dict(
+        variable_shapes(make_model(config, num_classes), image_shape, capture_intermediates=True)
     )
     outputs = variables.pop("intermediates")
     if config.head != "dense":
         outputs = outputs["backbone"]  # all logits never exist
     params = dict(variables["params"])
-    layers = [_bytes(leaf) for leaf in jax.tree.leaves(outputs)]
+    layers = [tree_bytes(leaf) for leaf in jax.tree.leaves(outputs)]
     state = 0
     if config.head == "sampled":  # a few rows have a gradient
         head = params.pop("head")
         optimizer = make_row_optimizer(config.optimizer, make_schedule(config), num_updates=1)
-        state = _bytes(jax.eval_shape(functools.partial(RowState.init, optimizer), head))
-    state += _bytes(params) + _bytes(jax.eval_shape(make_optimizer(config).init, params))
-    return _bytes(variables) + state, max(layers, default=0)
+        state = tree_bytes(jax.eval_shape(functools.partial(RowState.init, optimizer), head))
+    state += tree_bytes(params) + tree_bytes(jax.eval_shape(make_optimizer(config).init, params))
+    return tree_bytes(variables) + state, max(layers, default=0)
 
 
-def _bytes(tree: Any) -> int:
+def tree_bytes(tree: Any) -> int:
+    """The size of all arrays of a tree, of which the shapes are enough."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

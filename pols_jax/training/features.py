@@ -29,8 +29,6 @@ from pols_jax.training.learning import DATA_AXIS
 from pols_jax.training.network import make_model
 from pols_jax.training.placement import replicate
 
-__all__ = ["feature_dataset", "fitting_batch", "split_features"]
-
 # 1,024 images of 90 x 90 pixels, or 167 of 224 x 224: 2 GB in the first layer of vgg16.
 _BATCH_PIXELS = 2**23
 
@@ -84,10 +82,8 @@ def feature_dataset(
       report: Called with the number of batches that are done and of all batches.
 
     Returns:
-      Features of the training and validation splits, float32, in memory; the test split is left empty.
-
-    Raises:
-      ConfigError: if the features do not fit in memory.
+      Features of the training and validation splits, float32, in memory; the test split is left empty. Features that do
+      not fit in memory are a `ConfigError`.
     """
     model = make_model(config, dataset.num_classes)
     one_image = jax.ShapeDtypeStruct((1, *dataset.image_shape), np.float32)
@@ -133,12 +129,9 @@ def feature_dataset(
 def _features(
     model: Classifier, variables: Any, batches: Iterator[Batch], advance: Callable[[], None]
 ) -> tuple[Float[np.ndarray, "examples features"], Int[np.ndarray, " examples"]]:
-    found = [
-        (features[where], labels[where])
-        for features, labels, where in _batch_features(model, variables, batches, advance)
-    ]
-    features, labels = zip(*found, strict=True)
-    return np.concatenate(features), np.concatenate(labels)
+    found = _batch_features(model, variables, batches, advance)
+    features, labels, where = map(np.concatenate, zip(*found, strict=True))
+    return features[where], labels[where]
 
 
 def _batch_features(

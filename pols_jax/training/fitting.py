@@ -4,11 +4,12 @@ A run directory holds ``config.json`` (the config, the data and the software), `
 and ``checkpoints/``. Starting in the directory of an unfinished run goes on with it, bit for bit.
 """
 
+import dataclasses
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -21,11 +22,11 @@ from pols_jax.files import check_space
 from pols_jax.settings import flag
 from pols_jax.signals import Noted, noted_signals
 from pols_jax.training.checkpoints import Checkpoints, Saved, newest_step
-from pols_jax.training.config import LOSS_FLAGS, RunConfig, RunOptions, Setup
+from pols_jax.training.config import Experiment, RunConfig, RunOptions
 from pols_jax.training.continuing import Outcome, best_look, check_run_dir, ended_before, write_run_files
-from pols_jax.training.feasibility import check_feasible
+from pols_jax.training.feasibility import check_feasible, tree_bytes
 from pols_jax.training.hosts import check_same_settings, largest_of_hosts, peers_told, same_on_all_hosts
-from pols_jax.training.learning import Learner, TrainState, train_step
+from pols_jax.training.learning import TrainState
 from pols_jax.training.optimizers import make_schedule
 from pols_jax.training.placement import check_batch_size
 from pols_jax.training.progress import MetricsLog, Progress
@@ -33,19 +34,7 @@ from pols_jax.training.run_dirs import locked
 from pols_jax.training.starting import Start, load_start, without_backbone
 from pols_jax.training.trainer import Trainer
 
-__all__ = [
-    "InterruptedRunError",
-    "Learner",
-    "Outcome",
-    "RunOptions",
-    "TrainState",
-    "Trainer",
-    "check_run_dir",
-    "choices_text",
-    "fit",
-    "stop_if_heard",
-    "train_step",
-]
+S = TypeVar("S", RunConfig, Experiment)
 
 # A dispatch takes about this long: signals are heard and the progress line moves after each.
 _DISPATCH_SECONDS = 1.0
@@ -87,28 +76,37 @@ def fit(
       >>> outcome.status, outcome.step
       ('finished', 2)
     """
-    options = options or RunOptions()
-    run_dir = Path(run_dir)
-    check_batch_size(config.batch_size, jax.device_count())
-    check_feasible(config, dataset)
-    own_start = None if start else load_start(config, dataset, run_dir)
-    start = start or own_start
-    if start is not None:
-        config = start.settled(config)
-    check_same_settings(shared_settings(config, dataset, run_dir, options))
+    options, run_dir = options or RunOptions(), Path(run_dir)
+    has_own_start = start is None
+    config, start = settled(config, dataset, run_dir, options, start)
     check_run_dir(run_dir, config, dataset)
     with locked(run_dir):
         check_run_dir(run_dir, config, dataset)  # once more: somebody may have started and ended here since
         ended = ended_before(run_dir, config)
         if ended is not None:
             return ended
-        if own_start is not None and jax.process_index() == 0:
+        if start is not None and has_own_start and jax.process_index() == 0:
             with _writing(run_dir):
-                own_start.save(run_dir)
+                start.save(run_dir)
         return _Run(config, dataset, run_dir, options, start).train()
 
 
-def shared_settings(setup: Setup, dataset: Dataset, run_dir: Path, options: RunOptions) -> dict[str, Any]:
+def settled(
+    setup: S, dataset: Dataset, run_dir: Path, options: RunOptions, start: Start | None
+) -> tuple[S, Start | None]:
+    """Checks settings before anything is written, on all hosts; returns them in full, and the weights to start from."""
+    check_batch_size(setup.batch_size, jax.device_count())
+    check_feasible(setup.runs()[0], dataset)
+    start = start or load_start(setup, dataset, run_dir)
+    if start is not None:
+        setup = dataclasses.replace(setup, pixels=setup.pixels or start.info.pixels)
+    check_same_settings(shared_settings(setup, dataset, run_dir, options))
+    return setup, start
+
+
+def shared_settings(
+    setup: RunConfig | Experiment, dataset: Dataset, run_dir: Path, options: RunOptions
+) -> dict[str, Any]:
     """What has to be the same on all hosts that train together, by the names that an error gives it."""
     data = (dataset.provenance.get(key) for key in ("content_sha256", "fingerprint"))
     return {
@@ -133,18 +131,19 @@ class _Run:
         self.is_first_host = jax.process_index() == 0
         self.trainer = Trainer(config, dataset, num_workers=options.workers or 0)
         self.schedule = make_schedule(config)
+        self.title = f"{config.loss} ({', '.join(config.choices(separator=' '))})"
         self.steps_per_second: float | None = None
 
     def train(self) -> Outcome:
         if self.is_first_host:
-            check_space(self.run_dir, self._state_bytes())
+            check_space(self.run_dir, tree_bytes(self.trainer.template()))
             with _writing(self.run_dir):
                 write_run_files(self.run_dir, self.config, self.dataset, self.start and self.start.info)
         quiet = self.options.quiet or not self.is_first_host
         with (
             noted_signals() as noted,
             Checkpoints(self.run_dir, keep=self.options.keep_checkpoints) as checkpoints,
-            Progress(_title(self.config), self.config.steps, quiet=quiet) as progress,
+            Progress(self.title, self.config.steps, quiet=quiet) as progress,
             _tensorboard(self.run_dir, self.options.tensorboard and self.is_first_host) as board,
             peers_told(),
             streams_closed(),
@@ -152,58 +151,56 @@ class _Run:
             self.checkpoints, self.progress, self.board = checkpoints, progress, board
             if self.trains_head:
                 self.trainer = Trainer(self.config, self._features(noted))
-            state = self._start()
-            progress.waiting("compiling")
-            step = self.trainer.step_of(state)
-            with _writing(self.run_dir):
-                path = self.run_dir / "metrics.jsonl"
-                log = MetricsLog(path, first_step=step) if self.is_first_host else None
-            looks = [r for r in MetricsLog(path).records() if r.get("validation") and r["step"] <= step]
-            sums, since = np.zeros(4), time.monotonic()
-            while step < self.config.steps:
-                began = time.monotonic()
-                state, totals = self.trainer.advance(state, self._next_stop(step))
-                last_loss = float(totals.last_loss)
-                steps_done, step = int(totals.steps), self.trainer.step_of(state)
-                self.steps_per_second = steps_done / (time.monotonic() - began)
-                sums += np.array([totals.loss, totals.correct, totals.examples, totals.steps], np.float64)
-                if not np.isfinite(last_loss):
-                    return self._diverged(step, log)
-                progress.update(step, loss=sums[0] / sums[3], steps_per_second=self.steps_per_second)
-                stopped_by = largest_of_hosts(noted.number)
-                is_last = step == self.config.steps
-                is_stopped = False
-                if step % self.config.evaluate_every == 0 or is_last:
-                    state = self.trainer.caught_up(state)
-                    validation = self.trainer.validate(state)
-                    if not np.isfinite(validation["loss"]):
-                        return self._diverged(step, log)
-                    progress.validated(**{n: validation[n] for n in ("accuracy", "auprc", "violation_rate")})
-                    looks.append({"step": step, "validation": validation})
-                    is_stopped = self._is_enough(looks) and not is_last
-                    self._log(log, step, sums, time.monotonic() - since, validation, is_stopped)
-                    sums, since = np.zeros(4), time.monotonic()
-                    self._save(step, state, validation["accuracy"])
-                elif stopped_by or step % self.options.checkpoint_every == 0:
-                    self._save(step, state, None)
-                if is_stopped or (stopped_by and not is_last):
-                    break
-            checkpoints.wait()
-            place = checkpoints.directory / str(step)
-            # Once more: a signal may have come in the last dispatch, or while the last checkpoint was written.
-            stop_if_heard(
-                noted.number,
-                f"Stopped at step {step}; saved in {place}. Start again with the same --run-dir to go on.",
-            )
-            if not looks or looks[-1]["step"] < step:  # the run had ended before, and its metrics are gone
-                looks.append({"step": step, "validation": self.trainer.validate(state)})
-                self._log(log, step, sums, time.monotonic() - since, looks[-1]["validation"])
-        return Outcome(self.run_dir, self.config, "finished", step, best_look(looks))
+            return self._to_the_end(self._start(), noted)
 
-    def _state_bytes(self) -> int:
-        """The size of a checkpoint."""
-        state = jax.eval_shape(lambda: self.trainer.learner.init(self.dataset.image_shape))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    def _to_the_end(self, state: TrainState, noted: Noted) -> Outcome:
+        """Takes the steps that are left; looks at the validation split, logs and saves in between."""
+        self.progress.waiting("compiling")
+        step = self.trainer.step_of(state)
+        with _writing(self.run_dir):
+            first_step = step if self.is_first_host else None
+            self.log = MetricsLog(self.run_dir / "metrics.jsonl", first_step=first_step)
+        looks = [r for r in self.log.records() if r.get("validation") and r["step"] <= step]
+        sums, since = np.zeros(4), time.monotonic()
+        while step < self.config.steps:
+            began = time.monotonic()
+            state, totals = self.trainer.advance(state, self._next_stop(step))
+            last_loss = float(totals.last_loss)
+            steps_done, step = int(totals.steps), self.trainer.step_of(state)
+            self.steps_per_second = steps_done / (time.monotonic() - began)
+            sums += np.array([totals.loss, totals.correct, totals.examples, totals.steps], np.float64)
+            if not np.isfinite(last_loss):
+                return self._diverged(step)
+            self.progress.update(step, loss=sums[0] / sums[3], steps_per_second=self.steps_per_second)
+            stopped_by = largest_of_hosts(noted.number)
+            is_last = step == self.config.steps
+            is_stopped = False
+            if step % self.config.evaluate_every == 0 or is_last:
+                state = self.trainer.caught_up(state)
+                validation = self.trainer.validate(state)
+                if not np.isfinite(validation["loss"]):
+                    return self._diverged(step)
+                self.progress.validated(**{n: validation[n] for n in ("accuracy", "auprc", "violation_rate")})
+                looks.append({"step": step, "validation": validation})
+                is_stopped = self._is_enough(looks) and not is_last
+                self._log_look(step, sums, time.monotonic() - since, validation, is_stopped)
+                sums, since = np.zeros(4), time.monotonic()
+                self._save(step, state, validation["accuracy"])
+            elif stopped_by or step % self.options.checkpoint_every == 0:
+                self._save(step, state, None)
+            if is_stopped or (stopped_by and not is_last):
+                break
+        self.checkpoints.wait()
+        place = self.checkpoints.directory / str(step)
+        # Once more: a signal may have come in the last dispatch, or while the last checkpoint was written.
+        stop_if_heard(
+            noted.number,
+            f"Stopped at step {step}; saved in {place}. Start again with the same --run-dir to go on.",
+        )
+        if not looks or looks[-1]["step"] < step:  # the run had ended before, and its metrics are gone
+            looks.append({"step": step, "validation": self.trainer.validate(state)})
+            self._log_look(step, sums, time.monotonic() - since, looks[-1]["validation"])
+        return Outcome(self.run_dir, self.config, "finished", step, best_look(looks))
 
     def _features(self, noted: Noted) -> Dataset:
         """The features of the images, which the output layer is trained on alone."""
@@ -238,10 +235,10 @@ class _Run:
         saved = self.checkpoints.restore_newest(template)
         if saved is None:
             if self.start is not None:
-                self.progress.note(f"{_title(self.config)}: {self.start.info.what}")
+                self.progress.note(f"{self.title}: {self.start.info.what}")
             return self.trainer.init(self.start)
         self._set_damaged_aside(saved)
-        self.progress.note(f"{_title(self.config)}: resumed at step {saved.step}")
+        self.progress.note(f"{self.title}: resumed at step {saved.step}")
         return self.trainer.place(without_backbone(saved.state) if self.trains_head else saved.state)
 
     def _set_damaged_aside(self, saved: Saved) -> None:
@@ -269,9 +266,7 @@ class _Run:
             validation_accuracy=validation_accuracy,
         )
 
-    def _log(
-        self, log: MetricsLog | None, step: int, sums, seconds: float, validation, is_stopped: bool = False
-    ) -> None:
+    def _log_look(self, step: int, sums, seconds: float, validation, is_stopped: bool = False) -> None:
         loss, correct, examples, steps = (float(value) for value in sums)
         record = {
             "step": step,
@@ -282,9 +277,7 @@ class _Run:
             "validation": validation,
             **({"stopped": True} if is_stopped else {}),
         }
-        if log is not None:
-            with _writing(self.run_dir):
-                log.write(record)
+        self._log(record)
         if self.board is not None:
             for name in ("learning_rate", "loss", "accuracy", "steps_per_second"):
                 if record[name] is not None:
@@ -297,38 +290,25 @@ class _Run:
         update = (step - 1) // self.config.accumulate
         return float(np.asarray(self.schedule(np.float32(update * self.config.accumulate))))
 
-    def _diverged(self, step: int, log: MetricsLog | None) -> Outcome:
-        self.checkpoints.wait()
-        if log is not None:
+    def _log(self, record: dict[str, Any]) -> None:
+        if self.is_first_host:
             with _writing(self.run_dir):
-                log.write({"step": step, "learning_rate": self._learning_rate(step), "diverged": True})
+                self.log.write(record)
+
+    def _diverged(self, step: int) -> Outcome:
+        self.checkpoints.wait()
+        self._log({"step": step, "learning_rate": self._learning_rate(step), "diverged": True})
         return Outcome(self.run_dir, self.config, "diverged", step, {})
 
 
-def _title(config: RunConfig) -> str:
-    return f"{config.loss} ({', '.join(choices_text(config, separator=' '))})"
-
-
-def choices_text(config: RunConfig, *, separator: str) -> list[str]:
-    """What distinguishes the runs of one loss: the learning rate and the loss's own settings."""
-    values = {name: getattr(config, name) for name in LOSS_FLAGS.get(config.loss, ())}
-    texts = {
-        n: f"{v:g}" if isinstance(v, int | float) else str(v) for n, v in values.items() if v is not None
-    }
-    return [f"lr{separator}{config.learning_rate:g}", *(f"{n}{separator}{v}" for n, v in texts.items())]
-
-
-@contextmanager
-def _tensorboard(run_dir: Path, wanted: bool) -> Iterator[Any]:
+def _tensorboard(run_dir: Path, wanted: bool) -> AbstractContextManager[Any]:
     if not wanted:
-        yield None
-        return
+        return nullcontext()
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise ConfigError("--tensorboard needs a package: pip install 'pols-jax[tensorboard]'.") from error
-    with SummaryWriter(str(run_dir / "tensorboard")) as writer:
-        yield writer
+    return SummaryWriter(str(run_dir / "tensorboard"))
 
 
 def stop_if_heard(signal_number: int, message: str) -> None:

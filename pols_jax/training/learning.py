@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from pols_jax.data import ArraySplit, Batch, Dataset
+from pols_jax.data import ArraySplit, Batch, Dataset, Split
 from pols_jax.errors import ConfigError
 from pols_jax.losses import LinearLogits, MeanLoss, is_correct, make_loss
 from pols_jax.losses.sampled import UniformSampler, make_noise_sampler
@@ -76,6 +76,10 @@ class Totals(NamedTuple):
         zero = jnp.zeros((), jnp.float32)
         return cls(zero, zero, zero, jnp.zeros((), jnp.int32), zero)
 
+    def plus(self, later: "Totals") -> "Totals":
+        """These and those of later steps."""
+        return jax.tree.map(jnp.add, self, later)._replace(last_loss=later.last_loss)
+
 
 class Learner(NamedTuple):
     """What is trained and how, as pure functions.
@@ -90,8 +94,7 @@ class Learner(NamedTuple):
       sampled: How the output layer learns from drawn classes; None if from all. ``optimizer`` is for the rest then.
 
     Examples:
-      >>> from pols_jax.training.config import RunConfig
-      >>> from pols_jax.data import evaluation_batches, load
+      >>> from pols_jax.data import load
       >>> config = RunConfig(width=0.1, characters="0030-0039")
       >>> dataset = load("glyphs", **config.options())
       >>> state = Learner.from_config(config, dataset).init(dataset.image_shape)
@@ -233,8 +236,6 @@ def train_step(
       The state after the step, and what happened in it.
 
     Examples:
-      >>> import jax, numpy as np
-      >>> from pols_jax.training.config import RunConfig
       >>> from pols_jax.data import evaluation_batches, load
       >>> config = RunConfig(width=0.1, characters="0030-0039")
       >>> dataset = load("glyphs", **config.options())
@@ -245,7 +246,7 @@ def train_step(
       >>> int(state.step), int(totals.examples)
       (1, 32)
     """
-    where = jnp.asarray(batch.where)
+    labels, where = jnp.asarray(batch.labels), jnp.asarray(batch.where)
     dropout_key = jax.random.fold_in(jax.random.key(learner.seed), state.step)
     if axis_name is not None:
         dropout_key = jax.random.fold_in(dropout_key, lax.axis_index(axis_name))
@@ -266,15 +267,11 @@ def train_step(
         else:
             assert learner.sampled is not None
             options = {"dtype": learner.model.dtype, "axis_name": axis_name}
-            labels = jnp.asarray(batch.labels)
             value = learner.sampled.loss(params["head"], outputs, labels, where, touched, **options)
             is_correct = jnp.zeros_like(where)  # nobody has seen all logits
         if "auxiliary" in updates:
-            auxiliary_logits = updates["auxiliary"]["auxiliary_logits"]
-            labels = jnp.asarray(batch.labels)
-            value += _AUXILIARY_WEIGHT * learner.loss(
-                auxiliary_logits, labels, where=where, axis_name=axis_name
-            )
+            logits = updates["auxiliary"]["auxiliary_logits"]
+            value += _AUXILIARY_WEIGHT * learner.loss(logits, labels, where=where, axis_name=axis_name)
         return value, (is_correct, updates.get("batch_stats", {}))
 
     touched = learner.touch(state, batch, axis_name=axis_name)
@@ -293,11 +290,8 @@ def train_step(
 def noise_distribution(name: str, labels: Int[np.ndarray, " examples"], num_classes: int) -> np.ndarray:
     """Builds the distribution of NCE's noise classes, shape ``[k]``.
 
-    Args:
-      name: ``uniform``; ``log_uniform``, which falls with the class id as word frequencies fall with rank; or
-        ``empirical``, the frequencies of the training labels.
-      labels: The training labels.
-      num_classes: The number of classes k.
+    It is ``uniform``; ``log_uniform``, which falls with the class id as word frequencies fall with rank; or ``empirical``,
+    the frequencies of the training labels.
     """
     if name == "empirical":
         weights = np.bincount(labels, minlength=num_classes).astype(np.float64)
@@ -364,10 +358,16 @@ def _class_weights(config: RunConfig, dataset: Dataset) -> np.ndarray | None:
 
 
 def _labels(dataset: Dataset, flag: str) -> Int[np.ndarray, " examples"]:
-    """The training labels; those of streamed files are known without reading the files."""
-    train = dataset.train
-    if isinstance(train, ArraySplit):
-        return train.labels
-    if isinstance(train.records, list | tuple):
-        return np.array([label for _, label in train.records], np.int32)
-    raise ConfigError(f"{flag} needs labels in memory, and {dataset.name} is streamed.")
+    labels = known_labels(dataset.train)
+    if labels is None:
+        raise ConfigError(f"{flag} needs labels in memory, and {dataset.name} is streamed.")
+    return labels
+
+
+def known_labels(split: Split) -> Int[np.ndarray, " examples"] | None:
+    """The labels of a split, those of streamed files without reading the files; None if that takes reading all of it."""
+    if isinstance(split, ArraySplit):
+        return split.labels
+    if isinstance(split.records, list | tuple):
+        return np.array([label for _, label in split.records], np.int32)
+    return None

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pols_jax.models import MODELS, Classifier
@@ -21,3 +22,9 @@ def make_model(config: RunConfig, num_classes: int, *, axis_name: str | None = N
     return Classifier(
         MODELS[config.model](**options), num_classes, bias_init=config.first_bias(num_classes), dtype=dtype
     )
+
+
+def variable_shapes(model: Classifier, image_shape: tuple[int, int, int], **options: Any) -> Any:
+    """The variables of a network, as shapes; compiles nothing, not even a key. The options are those of ``init``."""
+    images = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
+    return jax.eval_shape(lambda images: model.init(jax.random.key(0), images, **options), images)

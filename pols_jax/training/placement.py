@@ -5,7 +5,6 @@ programs of a trainer. `DataParallel` gives each device a part of the batch and 
 `pols_jax.training.class_parallel.ClassParallel` spreads the classes as well.
 """
 
-import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +19,8 @@ from pols_jax.training.config import RunConfig
 from pols_jax.training.learning import DATA_AXIS, Learner, TrainState
 
 
-class Placement(abc.ABC):
-    """What a `Trainer` asks of the devices; by default there is one program, which sees the whole batch.
+class Placement:
+    """What both placements have in common; by default there is one program, which sees the whole batch.
 
     Attributes:
       learner: What is trained, for these devices.
@@ -30,42 +29,6 @@ class Placement(abc.ABC):
 
     learner: Learner
     axis_name: str | None = None
-
-    @abc.abstractmethod
-    def init(self, first: Callable[[Any], TrainState], arrays: Any) -> TrainState:
-        """Creates the state ``first(arrays)`` on the devices."""
-
-    @abc.abstractmethod
-    def template(self, state: TrainState) -> TrainState:
-        """What a stored state is read into, from one of shapes and dtypes; `place` takes the result."""
-
-    @abc.abstractmethod
-    def place(self, state: TrainState) -> TrainState:
-        """Puts a whole state on the devices; a leaf that was read into a `template` is there already."""
-
-    @abc.abstractmethod
-    def whole(self, state: TrainState) -> TrainState:
-        """Takes a state from the devices, as it was before `place`; on one host."""
-
-    @abc.abstractmethod
-    def stored(self, state: TrainState) -> TrainState:
-        """What a checkpoint stores of a state: copies of whole arrays, or `ArrayParts` with the rows of this host."""
-
-    @abc.abstractmethod
-    def put(self, arrays: Any) -> Any:
-        """Puts a copy of the data on every device."""
-
-    @abc.abstractmethod
-    def put_batch(self, batch: Batch) -> Batch:
-        """Starts the transfer of a batch of the host, as a program takes it."""
-
-    @abc.abstractmethod
-    def compile(self, program: Callable, *, num_shared: int, trains: bool) -> Callable:
-        """Compiles ``program(state, data, *shared)``; one that trains consumes a state and returns one and more."""
-
-    @abc.abstractmethod
-    def split(self, batch: Batch) -> Batch:
-        """Arranges a batch of the host as a program takes it, which may put it on the devices."""
 
     def host_part(self) -> dict[str, Any]:
         """Which rows of a batch this host reads, as options of `stream_batches` and `evaluation_batches`."""
@@ -93,7 +56,7 @@ class Placement(abc.ABC):
 
 
 class DataParallel(Placement):
-    """A part of the batch and a copy of the model on each device of every host, with ``pmap``; see `Placement`."""
+    """A part of the batch and a copy of the model on each device of every host, with ``pmap``."""
 
     def __init__(self, config: RunConfig, dataset: Dataset):
         check_batch_size(config.batch_size, jax.device_count())
@@ -102,11 +65,11 @@ class DataParallel(Placement):
         self.learner = Learner.from_config(config, dataset, axis_name=self.axis_name)
 
     def init(self, first: Callable[[Any], TrainState], arrays: Any) -> TrainState:
-        """Creates the state once, and copies it to each device."""
+        """Creates the state ``first(arrays)`` on the devices."""
         return self.place(first(arrays))
 
     def template(self, state: TrainState) -> TrainState:
-        """A state is read as it is."""
+        """What a stored state is read into, from one of shapes and dtypes; `place` takes the result."""
         return state
 
     def place(self, state: TrainState) -> TrainState:
@@ -114,11 +77,11 @@ class DataParallel(Placement):
         return replicate(state)
 
     def whole(self, state: TrainState) -> TrainState:
-        """Takes the first device's copy."""
+        """Takes a state from the devices, as it was before `place`: the first device's copy."""
         return unreplicate(state)
 
     def stored(self, state: TrainState) -> TrainState:
-        """The first device's copy."""
+        """What a checkpoint stores of a state: the first device's copy."""
         return jax.tree.map(np.asarray, unreplicate(state))
 
     def put(self, arrays: Any) -> Any:
@@ -126,7 +89,7 @@ class DataParallel(Placement):
         return replicate(arrays)
 
     def put_batch(self, batch: Batch) -> Batch:
-        """Starts the transfer of each local device's rows."""
+        """Starts the transfer of a batch of the host, to each local device its rows."""
         return jax.pmap(_as_it_is, axis_name=DATA_AXIS)(self.split(batch))
 
     def split(self, batch: Batch) -> Batch:
@@ -151,7 +114,7 @@ class DataParallel(Placement):
         return lax.psum(tree, DATA_AXIS)
 
     def compile(self, program: Callable, *, num_shared: int, trains: bool) -> Callable:
-        """Maps a program over the devices."""
+        """Maps ``program(state, data, *shared)`` over the devices; one that trains consumes a state and returns one and more."""
         in_axes = (0, 0, *(None,) * num_shared)
         return jax.pmap(program, axis_name=DATA_AXIS, in_axes=in_axes, donate_argnums=(0,) if trains else ())
 

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 
 from pols_jax.training.config import Experiment
 
-__all__ = ["PRESETS", "Preset"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preset:

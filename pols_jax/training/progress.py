@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import time
 import warnings
 from pathlib import Path
@@ -12,8 +11,8 @@ from rich import progress as rich_progress
 from rich.console import Console
 from rich.table import Column
 
-from pols_jax.errors import FileError, RunError, RunWarning, reason_of
-from pols_jax.files import read_bytes, write_text
+from pols_jax.errors import FileError, RunWarning
+from pols_jax.files import finite, read_bytes, reading, write_text
 from pols_jax.schema import decode, parse_json
 
 # Where no line can be redrawn, a new one is printed this often, beside those of the validation split.
@@ -38,7 +37,7 @@ class Progress:
     def __init__(self, title: str, total_steps: int, *, quiet: bool = False, console: Console | None = None):
         self.title, self.total_steps, self.quiet = title, total_steps, quiet
         self.console = console or Console()
-        self._step, self._fields, self._validation = 0, {}, {}
+        self._step, self._training, self._validation = 0, "", ""
         self._last_line, self._interval = time.monotonic(), _SECONDS_BEFORE_ESTIMATE
         self._live = _live_line(self.console) if self.console.is_terminal and not quiet else None
         self._task = rich_progress.TaskID(0)
@@ -62,20 +61,23 @@ class Progress:
 
     def update(self, step: int, *, loss: float, steps_per_second: float) -> None:
         """Shows a new step."""
-        if not self._fields:  # the first dispatch compiles, and its speed tells nothing
+        if not self._training:  # the first dispatch compiles, and its speed tells nothing
             self._last_line = time.monotonic()
-        self._step, self._fields = step, {"loss": loss, "steps_per_second": steps_per_second}
+        speed = f"{steps_per_second:{'.1f' if steps_per_second >= 1 else '.3g'}} steps/s"
+        self._step, self._training = step, f"{speed}  loss {loss:.4f}"
+        time_left = f"{duration((self.total_steps - step) / steps_per_second)} left"
         if self._live:
-            state = f"{_speed(steps_per_second)}  loss {loss:.4f}  {self._time_left()}"
-            self._live.update(self._task, completed=step, state=state)
+            self._live.update(self._task, completed=step, state=f"{self._training}  {time_left}")
         elif time.monotonic() - self._last_line > self._interval:
             self._interval = _SECONDS_BETWEEN_LINES
-            self.note(self.line(with_time_left=True))
+            self.note(f"{self._line()}  {time_left}")
 
     def validated(self, *, accuracy: float, auprc: float, violation_rate: float) -> None:
         """Shows a new look at the validation split; on a terminal this line stays."""
-        self._validation = {"accuracy": accuracy, "auprc": auprc, "violation_rate": violation_rate}
-        self.note(self.line())
+        self._validation = (
+            f"accuracy {accuracy:.3f}  1-AUPRC {1 - auprc:.3f}  violations {violation_rate:.4f}"
+        )
+        self.note(self._line())
 
     def note(self, text: str) -> None:
         """Says something that the user should know."""
@@ -87,24 +89,9 @@ class Progress:
         """Says something that went wrong, even when quiet."""
         self.console.print(text, style="yellow", soft_wrap=True, highlight=False, markup=False)
 
-    def line(self, *, with_time_left: bool = False) -> str:
-        """The line as text."""
-        parts = [self.title, f"step {self._step}/{self.total_steps}"]
-        if rate := self._fields.get("steps_per_second"):
-            parts.append(_speed(rate))
-        if "loss" in self._fields:
-            parts.append(f"loss {self._fields['loss']:.4f}")
-        if self._validation:
-            parts.append(f"accuracy {self._validation['accuracy']:.3f}")
-            parts.append(f"1-AUPRC {1 - self._validation['auprc']:.3f}")
-            parts.append(f"violations {self._validation['violation_rate']:.4f}")
-        if with_time_left:
-            parts.append(self._time_left())
-        return "  ".join(parts)
-
-    def _time_left(self) -> str:
-        rate = self._fields.get("steps_per_second")
-        return f"{duration((self.total_steps - self._step) / rate)} left" if rate else "? left"
+    def _line(self) -> str:
+        parts = (self.title, f"step {self._step}/{self.total_steps}", self._training, self._validation)
+        return "  ".join(filter(None, parts))
 
 
 def duration(seconds: float) -> str:
@@ -113,10 +100,6 @@ def duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     return f"{days}d " * (days > 0) + f"{hours:02}:{minutes:02}:{seconds:02}"
-
-
-def _speed(steps_per_second: float) -> str:
-    return f"{steps_per_second:{'.1f' if steps_per_second >= 1 else '.3g'}} steps/s"
 
 
 def _live_line(console: Console) -> rich_progress.Progress:
@@ -194,12 +177,11 @@ class MetricsLog:
         A last line that was cut off by a crash is left out in silence, and other lines that are no records with a
         `RunWarning`.
         """
-        try:
-            *lines, rest = read_bytes(self.path).split(b"\n")
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError) as error:
-            raise RunError(f"{self.path} cannot be read: {reason_of(error)}.") from error
+        with reading(self.path):
+            try:
+                *lines, rest = read_bytes(self.path).split(b"\n")
+            except FileNotFoundError:
+                return []
         records, wrong = [], []
         for number, line in enumerate([*lines, rest], 1):
             try:
@@ -222,6 +204,4 @@ class MetricsLog:
 
 
 def _line(record: dict[str, Any]) -> str:
-    # JSON has no NaN: a mean that is none is left empty.
-    finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in record.items()}
-    return json.dumps(finite) + "\n"
+    return json.dumps(finite(record)) + "\n"

@@ -22,8 +22,6 @@ from pols_jax.files import check_directory
 from pols_jax.schema import parse_json
 from pols_jax.training.hosts import from_first_host
 
-__all__ = ["check_unlocked", "locked", "run_directory"]
-
 _NAME = "lock"
 # Somebody who looks whether a directory is in use holds its lock for a moment.
 _PATIENCE_SECONDS = 0.5
@@ -49,11 +47,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 def locked(run_dir: str | Path, *, flag: str = "--run-dir") -> Iterator[None]:
     """Keeps other processes from writing into a directory, which is created if it does not exist.
 
-    Of several hosts only the first one takes the lock. Whoever holds it may take it again.
-
-    Args:
-      run_dir: The directory.
-      flag: The flag that names it, for messages.
+    Of several hosts only the first one takes the lock. Whoever holds it may take it again. Messages name ``flag``.
 
     Raises:
       RunError: if another process, or another thread of this one, works there; nothing is touched then.
@@ -62,7 +56,7 @@ def locked(run_dir: str | Path, *, flag: str = "--run-dir") -> Iterator[None]:
     if jax.process_index() > 0:
         yield
         return
-    make_run_dir(run_dir, flag=flag)
+    _make_directory(run_dir, flag=flag)
     place = Path(run_dir).resolve()
     if _held.get(place, (None,))[0] == threading.get_ident():
         yield
@@ -123,7 +117,7 @@ def run_directory(given: str | Path | None, *, name: str, root: str | Path = "ru
                     folder.rmdir()
 
 
-def make_run_dir(run_dir: str | Path, *, flag: str = "--run-dir") -> None:
+def _make_directory(run_dir: str | Path, *, flag: str = "--run-dir") -> None:
     """Creates a directory for runs."""
     try:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
@@ -133,7 +127,7 @@ def make_run_dir(run_dir: str | Path, *, flag: str = "--run-dir") -> None:
 
 def _new_folder(root: Path, name: str) -> str:
     check_directory(root)
-    make_run_dir(root)
+    _make_directory(root)
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1, 1000):
         folder = stem if number == 1 else f"{stem}-{number}"

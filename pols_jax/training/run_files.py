@@ -6,23 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pols_jax.errors import ConfigError, RunError, reason_of
-from pols_jax.files import write_json
+from pols_jax.errors import ConfigError, RunError
+from pols_jax.files import reading, write_json
 from pols_jax.losses import LOSSES
 from pols_jax.schema import decode, encode, read_json, read_record
 from pols_jax.training.config import Experiment, RunConfig
-
-__all__ = [
-    "RunInfo",
-    "StartInfo",
-    "SweepEntry",
-    "SweepRun",
-    "read_class_names",
-    "read_experiment",
-    "read_run_info",
-    "read_sweep_file",
-    "write_run_info",
-]
 
 # Larger images than this are a mistake, not a data set.
 _MAX_SIDE, _MAX_CHANNELS = 2**16, 2**10
@@ -122,12 +110,7 @@ def read_experiment(run_dir: str | Path) -> Experiment | None:
 
 
 def is_adopted(directory: str | Path) -> bool:
-    """Whether a directory is that of an adopted network.
-
-    Examples:
-      >>> is_adopted("no/such/directory")
-      False
-    """
+    """Whether a directory is that of an adopted network."""
     try:
         return (Path(directory) / "adopted.json").exists()
     except (OSError, ValueError):
@@ -159,43 +142,35 @@ class SweepEntry:
 
 
 def read_sweep_file(path: str | Path) -> tuple[dict[str, Any], list[Path]] | None:
-    """Reads ``sweep.json``: its content as it is, and the directories of the chosen runs; None if there is no such file.
-
-    Raises:
-      RunError: if it cannot be used, or a chosen run is not a folder beside it.
-    """
+    """Reads ``sweep.json``: its content as it is, and the directories of the chosen runs; None if there is no such file."""
     path = Path(path)
     if not _is_there(path):
         return None
     content = read_json(path)
     try:
         entries: dict[str, SweepEntry] = decode(dict[str, SweepEntry], content)
+        for loss, entry in entries.items():
+            _check_sweep_entry(path.parent, loss, entry)
     except ConfigError as error:
         raise RunError(f"{path} cannot be used: {error}") from error
-    chosen = []
-    for loss, entry in entries.items():
-        if loss not in LOSSES:
-            raise RunError(f"{path} cannot be used: {loss!r} is no loss that this version knows.")
-        for run in entry.runs:
-            missing = [
-                name for name in _VALIDATION if run.status == "finished" and name not in run.validation
-            ]
-            if missing:
-                raise RunError(f"{path} cannot be used: the validation of {run.run!r} has no {missing[0]}.")
-        if entry.chosen is None:
-            continue
-        if entry.runs and entry.chosen not in [run.run for run in entry.runs]:
-            raise RunError(
-                f"{path} cannot be used: {loss}.chosen is {entry.chosen!r}, which is none of its runs."
-            )
-        folder = path.parent / entry.chosen
-        is_beside = entry.chosen == Path(entry.chosen).name and "\0" not in entry.chosen
-        if not is_beside or folder.is_symlink() or not (folder / "config.json").is_file():
-            raise RunError(
-                f"{path} cannot be used: {loss}.chosen is {entry.chosen!r}, which is no run beside it."
-            )
-        chosen.append(folder)
-    return content, chosen
+    return content, [path.parent / entry.chosen for entry in entries.values() if entry.chosen is not None]
+
+
+def _check_sweep_entry(directory: Path, loss: str, entry: SweepEntry) -> None:
+    if loss not in LOSSES:
+        raise ConfigError(f"{loss!r} is no loss that this version knows.")
+    for run in entry.runs:
+        missing = [name for name in _VALIDATION if name not in run.validation]
+        if missing and run.status == "finished":
+            raise ConfigError(f"the validation of {run.run!r} has no {missing[0]}.")
+    if entry.chosen is None:
+        return
+    if entry.runs and entry.chosen not in [run.run for run in entry.runs]:
+        raise ConfigError(f"{loss}.chosen is {entry.chosen!r}, which is none of its runs.")
+    folder = directory / entry.chosen
+    is_beside = entry.chosen == Path(entry.chosen).name and "\0" not in entry.chosen
+    if not is_beside or folder.is_symlink() or not (folder / "config.json").is_file():
+        raise ConfigError(f"{loss}.chosen is {entry.chosen!r}, which is no run beside it.")
 
 
 def _names_hash(names: Sequence[str]) -> str:
@@ -203,7 +178,5 @@ def _names_hash(names: Sequence[str]) -> str:
 
 
 def _is_there(path: Path) -> bool:
-    try:
+    with reading(path):
         return path.exists()
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {reason_of(error)}.") from error

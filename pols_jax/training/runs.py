@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pols_jax.class_shares import ClassShare
@@ -19,15 +18,10 @@ from pols_jax.losses import LOSSES
 from pols_jax.models import Classifier
 from pols_jax.normalizers import Normalizer
 from pols_jax.schema import read_json
-from pols_jax.training.checkpoint_reading import (
-    StoredCheckpoint,
-    advised,
-    newest_step,
-    stored_steps,
-)
+from pols_jax.training.checkpoint_reading import StoredCheckpoint, advised, newest_step, stored_steps
 from pols_jax.training.config import RunConfig
 from pols_jax.training.hosts import gather_from_hosts
-from pols_jax.training.network import make_model
+from pols_jax.training.network import make_model, variable_shapes
 from pols_jax.training.progress import MetricsLog, ended_early
 from pols_jax.training.run_files import (
     RunInfo,
@@ -65,9 +59,6 @@ class Run:
           run_dir: The run directory.
           use: The checkpoint with the best accuracy on the validation split, the later one in a tie, or the last one. By
             default that of the evaluation in the directory, to which its thresholds belong; without one, the best.
-
-        Returns:
-          The run.
 
         Raises:
           RunError: if there is no run in the directory, it has no checkpoint, diverged, or did not finish, or a file of
@@ -161,13 +152,8 @@ class Run:
 
     def restore_backbone(self) -> Any:
         """Reads the variables of the backbone, and neither the output layer nor the optimizer's state."""
-        saved = self._restore(
-            {
-                name: {"backbone": tree["backbone"]}
-                for name, tree in self._shapes.items()
-                if "backbone" in tree
-            }
-        )
+        shapes = {name: tree["backbone"] for name, tree in self._shapes.items() if "backbone" in tree}
+        saved = self._restore({name: {"backbone": tree} for name, tree in shapes.items()})
         return {name: tree["backbone"] for name, tree in saved.items()}
 
     def restore_head(self, classes: range | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -189,24 +175,14 @@ class Run:
 
     @functools.cached_property
     def _shapes(self) -> Any:
-        """The variables of the network, as shapes; finding them out compiles nothing, not even a key."""
-        images = jax.ShapeDtypeStruct((1, *self.image_shape), jnp.float32)
-        return jax.eval_shape(lambda images: self.model.init(jax.random.key(0), images), images)
+        return variable_shapes(self.model, self.image_shape)
 
     def _restore(self, template: Any) -> Any:
         with advised(self.directory):
             return StoredCheckpoint(self.directory, self.step).read(template)
 
     def load_dataset(self, *, data_dir: str | Path | None = None) -> Dataset:
-        """Loads the data that the run was trained on.
-
-        Args:
-          data_dir: Where prepared tfds data sets are; the default places if None.
-
-        Raises:
-          DataError: if the data cannot be had.
-          RunError: if it is no longer the data that the run was trained on.
-        """
+        """Loads the data that the run was trained on; a `RunError` if it has changed. tfds data is read from ``data_dir``."""
         options = self.config.options() | ({"data_dir": data_dir} if data_dir is not None else {})
         name = self.config.dataset
         if name.startswith("folder:"):
@@ -315,13 +291,7 @@ def _newest_experiment(root: Path) -> Path:
 def find_run(path: str | Path) -> Path:
     """Finds the run that a directory stands for: itself, or the only run of an experiment.
 
-    Raises:
-      RunError: if there is no run, or several; the message names them, those that do best on the validation split first.
-
-    Examples:
-      >>> find_run("no/such/run")
-      Traceback (most recent call last):
-      pols_jax.errors.RunError: There is no run in no/such/run; train one with pols train.
+    Of several runs the `RunError` names all, those that do best on the validation split first.
     """
     runs = find_runs([path])
     if len(runs) == 1:

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from pols_jax.data import ArraySplit, Dataset, PictureSizes, Split, steps_per_epoch
+from pols_jax.data import Dataset, PictureSizes, steps_per_epoch
 from pols_jax.training.config import Experiment
 from pols_jax.training.feasibility import num_parameters
-
-__all__ = ["USUAL_SIZES", "are_small", "describe_start", "with_picture_shape"]
+from pols_jax.training.learning import known_labels
 
 USUAL_SIZES: Mapping[str, int] = {
     "mlp": 32,
@@ -67,22 +66,12 @@ def describe_start(experiment: Experiment, dataset: Dataset) -> str:
 
 
 def _class_sizes(dataset: Dataset) -> str:
-    counts = _class_counts(dataset.train, dataset.num_classes)
-    if counts is None:
+    labels = known_labels(dataset.train)
+    if labels is None:
         return ""
+    counts = np.bincount(labels, minlength=dataset.num_classes)
     smallest, largest, num_empty = counts[counts > 0].min(), counts.max(), int((counts == 0).sum())
     sizes = (
         f"{largest:,} pictures each" if smallest == largest else f"{smallest:,} to {largest:,} pictures each"
     )
     return f" ({sizes}{f', {num_empty:,} empty' if num_empty else ''})"
-
-
-def _class_counts(split: Split, num_classes: int) -> np.ndarray | None:
-    """How many examples each class has; None if that takes reading all of them."""
-    if isinstance(split, ArraySplit):
-        labels = split.labels
-    elif isinstance(split.records, list):
-        labels = np.array([label for _, label in split.records])
-    else:
-        return None
-    return np.bincount(labels, minlength=num_classes)

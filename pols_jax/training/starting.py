@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import flax.traverse_util
 import jax
@@ -21,16 +21,12 @@ from pols_jax.errors import ConfigError, reason_of
 from pols_jax.files import read_bytes, write_arrays
 from pols_jax.models import PUBLISHED, num_published_classes, published_variables
 from pols_jax.schema import decode, encode, npz_arrays
-from pols_jax.training.config import RunConfig, Setup
+from pols_jax.training.config import Experiment, RunConfig
 from pols_jax.training.features import feature_dataset
 from pols_jax.training.learning import TrainState
-from pols_jax.training.network import make_model
+from pols_jax.training.network import make_model, variable_shapes
 from pols_jax.training.run_files import StartInfo
 from pols_jax.training.runs import Run, find_run
-
-__all__ = ["Start", "load_start"]
-
-S = TypeVar("S", bound=Setup)
 
 _NAME = "init.npz"
 _MAX_BYTES = 2**40
@@ -49,35 +45,17 @@ class Start:
     variables: dict[str, Any]
     _features: Dataset | None = None
 
-    def settled(self, setup: S) -> S:
-        """Settings with the pixels that the weights were trained with, if none were asked for."""
-        return dataclasses.replace(setup, pixels=setup.pixels or self.info.pixels)
-
-    def applied(self, state: TrainState, init_optimizer: Callable[[Any], Any]) -> TrainState:
-        """The state before the first step, with these weights instead of random ones."""
-        params, batch_stats = (
-            _over(tree, self.variables.get(name, {}))
-            for name, tree in (("params", state.params), ("batch_stats", state.batch_stats))
-        )
-        return state._replace(params=params, batch_stats=batch_stats, opt_state=init_optimizer(params))
-
     def features(self, config: RunConfig, dataset: Dataset, report: Any) -> Dataset:
         """The features of a data set; computed for the first run of an experiment, and kept for the others."""
         if self._features is None:
-            self._features = feature_dataset(config, dataset, self.backbone(), report=report)
+            backbone = {name: tree["backbone"] for name, tree in self.variables.items()}
+            self._features = feature_dataset(config, dataset, backbone, report=report)
         return self._features
-
-    def backbone(self) -> dict[str, Any]:
-        """The variables of the backbone."""
-        return {name: tree["backbone"] for name, tree in self.variables.items()}
 
     def with_backbone(self, state: TrainState) -> TrainState:
         """The state of a whole network, from one of the output layer alone."""
-        stats = (
-            {"backbone": self.variables["batch_stats"]["backbone"]} if "batch_stats" in self.variables else {}
-        )
-        params = {"backbone": self.variables["params"]["backbone"], **state.params}
-        return state._replace(params=params, batch_stats=stats)
+        params = self.variables["params"] | state.params
+        return state._replace(params=params, batch_stats=self.variables.get("batch_stats", {}))
 
     def save(self, run_dir: Path) -> None:
         """Writes ``init.npz``, once."""
@@ -86,16 +64,25 @@ class Start:
             write_arrays(run_dir / _NAME, flat | {"info": np.array(json.dumps(encode(self.info)))})
 
 
+def with_weights(
+    state: TrainState, variables: dict[str, Any], init_optimizer: Callable[[Any], Any]
+) -> TrainState:
+    """The state before the first step, with the variables of a `Start` in the places of random ones."""
+    params = _over(state.params, variables["params"])
+    batch_stats = _over(state.batch_stats, variables.get("batch_stats", {}))
+    return state._replace(params=params, batch_stats=batch_stats, opt_state=init_optimizer(params))
+
+
 def without_backbone(state: TrainState) -> TrainState:
     """The state of the output layer alone, from one of a whole network."""
     return state._replace(params={"head": state.params["head"]}, batch_stats={})
 
 
-def load_start(setup: Setup, dataset: Dataset, run_dir: str | Path) -> Start | None:
+def load_start(setup: RunConfig | Experiment, dataset: Dataset, run_dir: str | Path) -> Start | None:
     """Reads what ``setup.init_from`` names; None if it names nothing.
 
     Args:
-      setup: The settings; of several runs, those of any.
+      setup: The settings.
       dataset: The data of the runs, which decides whether the output layer is taken over.
       run_dir: Where the runs are written. If it holds the weights already, nothing else is read.
 
@@ -108,10 +95,8 @@ def load_start(setup: Setup, dataset: Dataset, run_dir: str | Path) -> Start | N
     kept = _read_kept(Path(run_dir) / _NAME)
     if kept is not None and kept.info.path == setup.init_from:
         return kept
-    config = setup if isinstance(setup, RunConfig) else setup.runs()[0]  # type: ignore[attr-defined]
-    model = make_model(config, dataset.num_classes)
-    images = jax.ShapeDtypeStruct((1, *dataset.image_shape), jnp.float32)
-    shapes: Any = jax.eval_shape(model.init, jax.random.key(0), images)
+    config = setup.runs()[0]
+    shapes = variable_shapes(make_model(config, dataset.num_classes), dataset.image_shape)
     path = Path(setup.init_from)
     if not path.exists():
         raise ConfigError(f"--init-from {path} is not there; name a run directory or a file with weights.")

@@ -4,7 +4,6 @@ Data that fits in memory lives on the devices, and many steps run per dispatch i
 streamed, one dispatch per step. All run the same `train_step`.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int
 
 from pols_jax import metrics, principle
 from pols_jax.data import (
@@ -32,9 +30,9 @@ from pols_jax.losses import LinearLogits
 from pols_jax.training.class_parallel import ClassParallel
 from pols_jax.training.config import RunConfig
 from pols_jax.training.features import fitting_batch
-from pols_jax.training.learning import Learner, Totals, TrainState, train_step
+from pols_jax.training.learning import Totals, TrainState, train_step
 from pols_jax.training.placement import DataParallel
-from pols_jax.training.starting import Start
+from pols_jax.training.starting import Start, with_weights
 
 # While training, single-logit metrics are measured on as many classes as keep the scores below this number.
 _MAX_SCORES = 2**26
@@ -85,7 +83,7 @@ class Trainer:
         return self.placement.whole(state)
 
     def stored(self, state: TrainState) -> TrainState:
-        """What a checkpoint stores of a state on the devices, see `Placement.stored`."""
+        """What a checkpoint stores of a state on the devices: whole arrays, or `ArrayParts` with the rows of this host."""
         return self.placement.stored(state)
 
     def template(self) -> TrainState:
@@ -101,18 +99,12 @@ class Trainer:
 
         def first(variables):
             state = self.learner.init(self.dataset.image_shape)
-            if start is None:
-                return state
-            return dataclasses.replace(start, variables=variables).applied(state, self.learner.init_optimizer)
+            return with_weights(state, variables, self.learner.init_optimizer) if variables else state
 
-        return self.placement.init(first, None if start is None else start.variables)
+        return self.placement.init(first, start.variables if start else {})
 
     def advance(self, state: TrainState, until: int) -> tuple[TrainState, Totals]:
-        """Trains until a step is reached, or the loss is no longer finite.
-
-        Args:
-          state: The state on the devices; it is consumed.
-          until: The step to stop at.
+        """Trains until a step is reached, or the loss is no longer finite; consumes the state.
 
         Returns:
           The state, and totals over the steps that were done.
@@ -140,44 +132,39 @@ class Trainer:
         for _ in range(self.step_of(state), until):
             state, totals = self._step(state, next(self._stream))
             totals = self.placement.first(totals)
-            sums = jax.tree.map(jnp.add, sums, totals)._replace(last_loss=totals.last_loss)
+            sums = sums.plus(totals)
             if not np.isfinite(totals.last_loss):
                 break
         return state, sums
-
-    def _step_program(self, state, batch):
-        self.num_traces += 1
-        shard = self.placement.shard().get("shard", 0)
-        seed = self.config.seed
-        return self._train_step(
-            state, augment_batch(batch, state.step, seed=seed, augment=self.augment, shard=shard)
-        )
 
     def _train_step(self, state, batch):
         batch = self.placement.spread(batch)
         return train_step(self.learner, state, batch, axis_name=self.placement.axis_name)
 
-    def _sampled_step(self, state, images, labels):
-        batch = sample_batch(
-            images,
-            labels,
-            state.step,
-            seed=self.config.seed,
-            batch_size=self.config.batch_size,
-            augment=self.augment,
-            **self.placement.shard(),
-        )
+    def _step_program(self, state, batch):
+        self.num_traces += 1
+        shard = self.placement.shard().get("shard", 0)
+        batch = augment_batch(batch, state.step, seed=self.config.seed, augment=self.augment, shard=shard)
         return self._train_step(state, batch)
 
     def _advance_program(self, state, resident, until):
         """Runs as many steps as are asked for; the number is not part of the program, so it compiles once."""
         self.num_traces += 1
+        images, labels = resident
 
         def step(carry):
             state, sums = carry
-            state, totals = self._sampled_step(state, *resident)
-            sums = jax.tree.map(jnp.add, sums, totals)._replace(last_loss=totals.last_loss)
-            return state, sums
+            batch = sample_batch(
+                images,
+                labels,
+                state.step,
+                seed=self.config.seed,
+                batch_size=self.config.batch_size,
+                augment=self.augment,
+                **self.placement.shard(),
+            )
+            state, totals = self._train_step(state, batch)
+            return state, sums.plus(totals)
 
         def goes_on(carry):
             state, sums = carry
@@ -206,12 +193,14 @@ class Trainer:
         split, num_classes = self.dataset.validation, self.dataset.num_classes
         num_columns = max(1, min(num_classes, _MAX_SCORES // len(split)))
         columns = np.linspace(0, num_classes - 1, num_columns).round().astype(np.int32)
-        outputs = [
-            jax.tree.map(np.asarray, self._measure(state, batch, columns))
-            for batch in _batches_for_all_hosts(split, **self.placement.host_part())
-        ]
+        outputs = []
+        for batch in _batches_for_all_hosts(split, **self.placement.host_part()):
+            measured = self._validate(state, self.placement.split(batch), columns)
+            outputs.append(jax.tree.map(np.asarray, self.placement.first(measured)))
         sizes = np.array([out["examples"] for out in outputs])
-        scores, labels, where = (np.concatenate([out[name] for out in outputs]) for name in _PER_EXAMPLE)
+        scores, labels, where = (
+            np.concatenate([out[name] for out in outputs]) for name in ("scores", "labels", "where")
+        )
         scores, labels = scores[where], labels[where]
         # -1 for an example of a class that is not among the columns: a negative for each of them.
         places = np.full(num_classes, -1, np.int32)
@@ -226,46 +215,21 @@ class Trainer:
             "num_classes": int(slc["num_classes"]),
         }
 
-    def _measure(self, state, batch, columns):
-        return self.placement.first(self._validate(state, self.placement.split(batch), columns))
-
     def _validate_program(self, state, batch, columns):
-        batch = self.placement.spread(batch)
-        out = measure_validation(self.learner, state, batch, columns, axis_name=self.placement.axis_name)
-        per_example = self.placement.gather({name: out[name] for name in _PER_EXAMPLE})
-        return out | self.placement.total({name: out[name] for name in _COUNTS}) | per_example
-
-
-_PER_EXAMPLE = ("scores", "labels", "where")
-_COUNTS = ("correct", "examples")
-
-
-def measure_validation(
-    learner: Learner,
-    state: TrainState,
-    batch: Batch,
-    columns: Int[Array, " columns"],
-    *,
-    axis_name: str | None,
-) -> dict[str, Array]:
-    """Measures one batch of the validation split: its loss, and this device's part of everything else."""
-    variables = {"params": state.params, "batch_stats": state.batch_stats}
-    outputs: Any = learner.model.apply(variables, batch.images, method=learner.method)
-    loss, is_correct = learner.measure(state.params, outputs, batch, axis_name=axis_name)
-    logits = learner.logits(state.params, outputs)
-    if isinstance(logits, LinearLogits):
-        scores = class_logits(logits.features, logits.kernel, logits.bias, columns)
-    else:
-        scores = logits if len(columns) == logits.shape[1] else logits[:, columns]
-    where = jnp.asarray(batch.where)
-    return {
-        "loss": loss,
-        "correct": jnp.sum(is_correct & where),
-        "examples": jnp.sum(where),
-        "scores": scores,
-        "labels": jnp.asarray(batch.labels),
-        "where": where,
-    }
+        """Measures one batch of the validation split; what is counted and listed is that of all devices."""
+        learner, placement, batch = self.learner, self.placement, self.placement.spread(batch)
+        variables = {"params": state.params, "batch_stats": state.batch_stats}
+        outputs: Any = learner.model.apply(variables, batch.images, method=learner.method)
+        loss, is_correct = learner.measure(state.params, outputs, batch, axis_name=placement.axis_name)
+        logits = learner.logits(state.params, outputs)
+        if isinstance(logits, LinearLogits):
+            scores = class_logits(logits.features, logits.kernel, logits.bias, columns)
+        else:
+            scores = logits if len(columns) == logits.shape[1] else logits[:, columns]
+        where = jnp.asarray(batch.where)
+        counts = {"correct": jnp.sum(is_correct & where), "examples": jnp.sum(where)}
+        per_example = {"scores": scores, "labels": jnp.asarray(batch.labels), "where": where}
+        return {"loss": loss, **placement.total(counts), **placement.gather(per_example)}
 
 
 def _violation_rate(scores, labels) -> float:
