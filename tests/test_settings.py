@@ -6,7 +6,6 @@ import jax
 import pytest
 
 from pols_jax import memory
-from pols_jax.data import load
 from pols_jax.errors import ConfigError
 from pols_jax.losses import LOSSES
 from pols_jax.models import MODELS
@@ -31,11 +30,6 @@ def test_the_memory_of_an_accelerator_is_what_its_driver_says():
 def test_where_the_memory_is_not_known_everything_fits(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda device: None)
     memory.check_fits(2**80, None, what="This", advice="ask for less")
-
-
-@pytest.fixture(scope="module")
-def digits():
-    return load("glyphs", characters="0030-0039")
 
 
 def test_the_bytes_of_a_step_are_those_of_state_images_and_the_largest_layer(digits):

@@ -176,14 +176,15 @@ def test_no_memory_is_one_sentence(pols, monkeypatch):
 def test_train_says_what_it_does_and_its_next_commands_work(pols, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # nothing is drawn yet
-    small = "--characters 0030-0031 --width 0.05 --batch-size 16 --steps 2 --loss batch_cross_entropy"
+    # The network of `digits_experiment`: its programs are compiled already.
+    small = "--characters 0030-0039 --width 0.1 --batch-size 32 --steps 2 --loss batch_cross_entropy"
     code, out, err = pols("train", *small.split())
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[:3] == ["Starting JAX ...", "Loading glyphs ...", "Drawing 2 characters in 12 faces ..."]
+    assert lines[:3] == ["Starting JAX ...", "Loading glyphs ...", "Drawing 10 characters in 12 faces ..."]
     assert lines[3].startswith(
-        "glyphs: 16 pictures to learn from, 2 to validate and 6 to test, of 2 classes (8 pictures each). Images of 32 x 32 x "
-        "1, --augment auto; mlp with 26,377 parameters, on 8 x cpu; 2 steps of 16, 2 epochs. Writing to runs/glyphs-"
+        "glyphs: 80 pictures to learn from, 10 to validate and 30 to test, of 10 classes (8 pictures each). Images of 32 x 32 "
+        "x 1, --augment auto; mlp with 54,410 parameters, on 8 x cpu; 2 steps of 32, 0.667 epochs. Writing to runs/glyphs-"
     )
     assert lines[4].endswith("compiling ...")
     (run,) = (tmp_path / "runs").iterdir()
@@ -193,7 +194,7 @@ def test_train_says_what_it_does_and_its_next_commands_work(pols, tmp_path, monk
     ]
     code, out, _ = pols(*commands[0][1:], "--threshold", "-1e9")
     assert code == 0
-    assert "6 hits in 6 pictures" in out
+    assert "30 hits in 30 pictures" in out
     # The directory of an experiment stands for its only run.
     (tmp_path / "experiment").mkdir()
     run.rename(tmp_path / "experiment" / "batch_cross_entropy")
@@ -201,7 +202,7 @@ def test_train_says_what_it_does_and_its_next_commands_work(pols, tmp_path, monk
         "search", "experiment", "--split", "test", "--query", "digit one", "--threshold", "-1e9"
     )
     assert code == 0
-    assert "6 hits in 6 pictures" in out
+    assert "30 hits in 30 pictures" in out
 
 
 @pytest.mark.filterwarnings("default::pols_jax.errors.DataWarning")

@@ -145,14 +145,18 @@ def test_worker_processes_give_the_same_batches_as_none(split):
 
 
 @pytest.mark.parametrize(
-    ("exit_now", "message"),
-    [(kill_this_process, r"died \(exit code -9\).*fewer --workers"), (raise_error, "the disk is gone")],
+    ("exit_now", "num_workers", "message"),
+    [
+        (kill_this_process, 2, r"died \(exit code -9\).*fewer --workers"),
+        (raise_error, 1, "the disk is gone"),
+    ],
 )
-def test_a_worker_that_dies_raises_and_does_not_hang(records, exit_now, message):
+def test_a_worker_that_dies_raises_and_does_not_hang(records, exit_now, num_workers, message):
     split = StreamSplit(DyingRecords(records, deadly=3, exit_now=exit_now), SHAPE)
     start = time.monotonic()
     with pytest.raises((WorkerError, OSError), match=message):
-        take(stream_batches(split, seed=0, batch_size=8, num_workers=2), 4)  # one epoch meets every example
+        # One epoch meets every example.
+        take(stream_batches(split, seed=0, batch_size=8, num_workers=num_workers), 4)
     assert time.monotonic() - start < 60  # starting a process and noticing its death take a few seconds
 
 

@@ -110,6 +110,7 @@ def test_small_images_are_decoded_exactly_and_the_last_tenth_validates(small_ima
     np.testing.assert_array_equal(dataset.validation.images, pixels[name]["train"][18:])
     np.testing.assert_array_equal(dataset.test.images, pixels[name]["test"])
     np.testing.assert_array_equal(dataset.train.labels, np.arange(18) % 10)
+    assert "tensorflow" not in sys.modules
     assert json.loads(json.dumps(dataset.provenance))["split_rule"].startswith("validation is the last 10 %")
 
 
@@ -143,6 +144,29 @@ def test_read_only_data_is_cached_for_the_user(small_images, cache_home):
     (data_dir / "cifar10" / "3.0.2" / "pols_jax").write_text("")
     load("cifar10", data_dir=data_dir)
     assert list((cache_home / "pols_jax").glob("cifar10-*/train_images.npy"))
+
+
+def test_omniglot_pools_its_alphabets_and_splits_every_character(tmp_path, cache_home):
+    """Four characters of twenty drawings, two in each split of tfds; a drawing is one shade, so that its place is seen."""
+    features = tfds.features.FeaturesDict(
+        {
+            "image": tfds.features.Image(shape=(28, 28, 3)),
+            "label": tfds.features.ClassLabel(names=["Greek_1", "Greek_2", "Latin_1", "Latin_2"]),
+        }
+    )
+
+    def drawings(*characters):
+        shades = [(c, 20 * c + i) for i in range(20) for c in characters]
+        return [example(image=encoded(np.full((28, 28, 3), shade, np.uint8)), label=c) for c, shade in shades]
+
+    splits = {"train": drawings(2, 0), "test": drawings(3, 1), "small1": drawings(0)}
+    write_prepared(tmp_path / "tfds", "omniglot", "3.0.0", features, splits)
+    dataset = load("omniglot", data_dir=tmp_path / "tfds")
+    assert dataset.image_shape == (28, 28, 1)
+    assert dataset.class_names == ("Greek_1", "Greek_2", "Latin_1", "Latin_2")
+    for split, first, stop in ((dataset.train, 0, 15), (dataset.validation, 15, 17), (dataset.test, 17, 20)):
+        found = sorted(zip(split.labels, split.images[:, 0, 0, 0], strict=True))
+        assert found == [(c, 20 * c + i) for c in range(4) for i in range(first, stop)]
 
 
 @pytest.fixture
@@ -277,7 +301,7 @@ def test_the_newest_version_is_read(small_images):
     assert _prepared_directory("cifar10", data_dir).name == "3.0.10"
 
 
-# The real data, where it is.
+# The real data, where it is. To decode it takes longer than all the tests above.
 
 
 @pytest.fixture(scope="module")
@@ -315,6 +339,7 @@ def duplicates_between_splits(dataset):
     }
 
 
+@pytest.mark.slow
 def test_mnist_has_its_sizes_and_no_leakage(real_data):
     dataset = load("mnist", data_dir=real_data("mnist"))
     assert [len(split) for split in (dataset.train, dataset.validation, dataset.test)] == [
@@ -343,6 +368,7 @@ def test_mnist_has_its_sizes_and_no_leakage(real_data):
     assert "tensorflow" not in sys.modules
 
 
+@pytest.mark.slow
 def test_mnist_pixels_are_those_that_tfds_decodes(real_data):
     data_dir = real_data("mnist")
     dataset = load("mnist", data_dir=data_dir)
@@ -352,7 +378,8 @@ def test_mnist_pixels_are_those_that_tfds_decodes(real_data):
         assert dataset.train.labels[index] == source[index]["label"]
 
 
-def test_omniglot_pools_its_alphabets_and_splits_every_character(real_data):
+@pytest.mark.slow
+def test_omniglot_has_its_sizes_and_no_leakage(real_data):
     dataset = load("omniglot", data_dir=real_data("omniglot"))
     assert dataset.num_classes == 1623
     assert dataset.image_shape == (28, 28, 1)

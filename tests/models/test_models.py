@@ -403,12 +403,13 @@ def test_training_stores_the_auxiliary_logits_and_their_gradient_reaches_the_sid
 def test_evaluation_stores_nothing_and_has_the_program_of_the_network_without_side_branch(
     auxiliary_variables,
 ):
+    images = LARGE_IMAGES[:1]
     logits, updates = jax.jit(functools.partial(WITH_AUXILIARY.apply, mutable=["auxiliary"]))(
-        auxiliary_variables, LARGE_IMAGES
+        auxiliary_variables, images
     )
     assert not updates
     plain = Classifier(WITH_AUXILIARY.backbone.clone(auxiliary=False), WITH_AUXILIARY.num_classes)
-    shapes = jax.eval_shape(plain.init, jax.random.key(0), LARGE_IMAGES)
+    shapes = jax.eval_shape(plain.init, jax.random.key(0), images)
 
     def only(tree, wanted):
         return {
@@ -418,7 +419,7 @@ def test_evaluation_stores_nothing_and_has_the_program_of_the_network_without_si
 
     fewer = only(auxiliary_variables, shapes)
     assert len(jax.tree.leaves(fewer)) < len(jax.tree.leaves(auxiliary_variables))
-    np.testing.assert_array_equal(logits, jax.jit(plain.apply)(fewer, LARGE_IMAGES))
+    np.testing.assert_array_equal(logits, jax.jit(plain.apply)(fewer, images))
 
 
 def test_training_images_that_are_too_small_for_the_side_branch_are_refused():

@@ -288,7 +288,11 @@ def test_a_records_command_with_fewer_steps_writes_a_record_of_the_same_form(nam
     )
     if "--sweep-steps" in flags:
         flags = changed(flags, sweep_steps=2)
-    if name == QUICK:  # two of its five values are a sweep as well
+    if (
+        name == QUICK
+    ):  # with ten classes and the network of `digits_experiment`, whose programs are compiled already
+        flags = changed(flags, max_classes=10, width=0.1, batch_size=32)
+        # Two of its five values are a sweep as well.
         first = flags.index("--alpha") + 1
         flags[first : first + 5] = ["0.1", "1"]
     experiment = train.parse(flags).experiment

@@ -15,7 +15,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from pols_jax.data import StreamSplit, load
+from pols_jax.data import StreamSplit
 from pols_jax.errors import (
     ConfigError,
     DivergenceError,
@@ -41,26 +41,9 @@ CONFIG = RunConfig(
 OPTIONS = RunOptions(quiet=True)
 
 
-@pytest.fixture(scope="module")
-def digits():
-    return load("glyphs", **CONFIG.options())
-
-
-@pytest.fixture(scope="module")
-def finished_run(digits, tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("finished") / "run"
-    fit(CONFIG, digits, run_dir, options=OPTIONS)
-    return run_dir
-
-
 def final_state(run_dir, dataset, config=CONFIG):
     with Checkpoints(run_dir) as checkpoints:
         return checkpoints.restore_newest(Learner.from_config(config, dataset).init(dataset.image_shape))
-
-
-def damage_head(run_dir, step):
-    kernel = run_dir / "checkpoints" / str(step) / "state" / "params.head.kernel"
-    next(path for path in kernel.iterdir() if path.name != ".zarray").write_bytes(b"damaged")
 
 
 class StopAfter:
@@ -119,27 +102,6 @@ def test_a_signal_saves_and_the_resumed_run_is_the_same_bit_for_bit(
     assert records[-1]["validation"] == whole[-1]["validation"]
 
 
-def test_signal_handlers_are_put_back(digits, tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    fit(CONFIG, digits, tmp_path / "run", options=OPTIONS)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_damaged_newest_checkpoint_is_reported_and_training_goes_on_from_the_one_before(
-    finished_run, digits, tmp_path, monkeypatch, capsys
-):
-    run_dir = tmp_path / "run"
-    StopAfter(monkeypatch, 8, signal.SIGTERM)
-    with pytest.raises(InterruptedRunError):
-        fit(CONFIG, digits, run_dir, options=OPTIONS)
-    damage_head(run_dir, 8)
-    fit(CONFIG, digits, run_dir, options=OPTIONS)
-    said = capsys.readouterr().out.replace("\n", " ")
-    assert "Checkpoint 8" in said
-    assert "Going on from checkpoint 4" in said
-    chex.assert_trees_all_equal(final_state(run_dir, digits).state, final_state(finished_run, digits).state)
-
-
 def test_another_config_in_the_same_directory_is_an_error_that_lists_the_differences(finished_run, digits):
     other = dataclasses.replace(CONFIG, steps=20, seed=3)
     with pytest.raises(ConfigError, match="--steps 20 instead of 12; --seed 3 instead of 0"):
@@ -181,35 +143,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_step_rate_and_last_good_che
         run_experiment(diverging, digits, tmp_path / "run", options=OPTIONS)
 
 
-def test_a_validation_loss_that_is_not_finite_ends_the_run_too(digits, tmp_path, monkeypatch):
-    validate = Trainer.validate
-    monkeypatch.setattr(Trainer, "validate", lambda *args: validate(*args) | {"loss": float("nan")})
-    outcome = fit(CONFIG, digits, tmp_path / "run", options=OPTIONS)
-    assert (outcome.status, outcome.validation) == ("diverged", {})
-    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
-
-
-def test_a_sweep_drops_diverged_rates_and_says_which_run_was_chosen_and_why(digits, tmp_path):
-    experiment = dataclasses.replace(
-        Experiment.of_run(CONFIG),
-        loss=("max_margin",),
-        optimizer="sgd",
-        schedule="constant",
-        learning_rate=(1e30, 0.1),
-        steps=4,
-    )
-    outcomes = run_experiment(experiment, digits, tmp_path, options=OPTIONS)
-    (chosen,) = outcomes
-    assert (chosen.config.loss, chosen.config.learning_rate) == ("max_margin", 0.1)
-    report = json.loads((tmp_path / "sweep.json").read_text())["max_margin"]
-    assert report["chosen"] == chosen.run_dir.name
-    assert "validation accuracy" in report["why"]
-    statuses = {run["run"]: run["status"] for run in report["runs"]}
-    assert statuses["max_margin-lr1e+30-margin1"] == "diverged"
-    assert statuses["max_margin-lr0.1-margin1"] == "finished"
-    assert saved_experiment(tmp_path) == experiment
-
-
 def test_in_a_tie_the_smaller_validation_loss_is_chosen():
     def outcome(rate, loss):
         config = dataclasses.replace(CONFIG, learning_rate=rate)
@@ -217,14 +150,6 @@ def test_in_a_tie_the_smaller_validation_loss_is_chosen():
 
     assert choose([outcome(1.0, 0.3), outcome(0.1, 0.2)], "cross_entropy").config.learning_rate == 0.1
     assert choose([outcome(1.0, 0.2), outcome(0.1, 0.3)], "cross_entropy").config.learning_rate == 1.0
-
-
-def test_tensorboard_files_hold_the_metrics(digits, tmp_path):
-    options = dataclasses.replace(OPTIONS, tensorboard=True)
-    fit(CONFIG, digits, tmp_path / "run", options=options)
-    events = list((tmp_path / "run" / "tensorboard").iterdir())
-    assert len(events) == 1
-    assert b"validation/auprc" in events[0].read_bytes()
 
 
 def test_a_cut_off_last_line_of_the_metrics_is_left_out(tmp_path):
@@ -343,22 +268,6 @@ def test_a_sweep_that_cannot_be_read_is_one_sentence(tmp_path, text, why):
         find_runs([tmp_path])
 
 
-def test_a_short_sweep_chooses_what_is_trained_in_full(digits, tmp_path):
-    experiment = dataclasses.replace(
-        Experiment.of_run(CONFIG), loss=("cross_entropy",), learning_rate=(0.01, 0.5), sweep_steps=3
-    )
-    (outcome,) = run_experiment(experiment, digits, tmp_path, options=OPTIONS)
-    assert (outcome.run_dir, outcome.step) == (tmp_path / "cross_entropy", 12)
-    tried = read_sweep(tmp_path)["cross_entropy"]["runs"]
-    assert [run["step"] for run in tried] == [3, 3]
-    best = max(tried, key=lambda run: (run["validation"]["accuracy"], -run["validation"]["loss"]))
-    assert outcome.config.learning_rate == best["learning_rate"]
-    assert find_runs([tmp_path]) == [tmp_path / "cross_entropy"]
-    assert saved_experiment(tmp_path) == experiment
-    (again,) = run_experiment(experiment, digits, tmp_path, options=OPTIONS)  # nothing is trained twice
-    assert again.validation == outcome.validation
-
-
 def test_a_chosen_rate_that_diverges_later_does_not_take_the_other_losses_with_it(
     digits, tmp_path, monkeypatch
 ):
@@ -435,17 +344,6 @@ def test_a_streamed_run_trains_the_model_of_a_run_in_memory_and_resumes_to_it(di
     stopped = first.whole(first.advance(first.init(), until=3)[0])
     resumed = second.whole(second.advance(second.place(stopped), until=5)[0])
     chex.assert_trees_all_equal(resumed.params, ends[1][0])
-
-
-def test_one_step_at_a_time_and_many_in_one_dispatch_are_the_same(digits):
-    trainer, ends = Trainer(CONFIG, digits), []
-    for stops in ((5,), range(1, 6)):
-        state = trainer.init()
-        for stop in stops:
-            state, _ = trainer.advance(state, until=stop)
-        ends.append(trainer.whole(state).params)
-    assert trainer.num_traces == 1
-    chex.assert_trees_all_equal(*ends)
 
 
 def test_the_compiled_loop_of_a_convolutional_network_has_products_on_a_cpu(digits):

@@ -10,16 +10,15 @@ import chex
 import numpy as np
 import pytest
 
-from pols_jax.data import load
 from pols_jax.errors import CheckpointError, ConfigError, InterruptedRunError
 from pols_jax.training import experiments, fitting
 from pols_jax.training.checkpoint_reading import HeadRows
 from pols_jax.training.checkpoints import Checkpoints, newest_step
 from pols_jax.training.config import Experiment, RunConfig
-from pols_jax.training.experiments import run_experiment
+from pols_jax.training.experiments import read_sweep, run_experiment, saved_experiment
 from pols_jax.training.fitting import RunOptions, fit
 from pols_jax.training.progress import MetricsLog
-from pols_jax.training.runs import Run
+from pols_jax.training.runs import Run, find_runs
 
 CONFIG = RunConfig(
     characters="0030-0039", width=0.05, batch_size=32, steps=12, evaluate_every=4, learning_rate=0.01
@@ -31,7 +30,7 @@ class QuickTrainer:
     """What `fit` needs of a trainer; the state of a step is a function of the step before."""
 
     def __init__(self, config, dataset, *, num_workers=0):
-        self.dataset, self.learner = dataset, SimpleNamespace(init=self.init)
+        self.config, self.dataset, self.learner = config, dataset, SimpleNamespace(init=self.init)
 
     def template(self):
         return self.init()
@@ -53,19 +52,16 @@ class QuickTrainer:
         steps = until - int(state["step"])
         kernel = state["params"]["head"]["kernel"] * np.float32(1.5) ** steps
         head = {"kernel": kernel, "bias": state["params"]["head"]["bias"] + np.float32(steps)}
-        totals = SimpleNamespace(last_loss=1.0, loss=1.0, correct=1, examples=32 * steps, steps=steps)
+        loss = 1.0 if self.config.learning_rate < 1e20 else float("inf")
+        totals = SimpleNamespace(last_loss=loss, loss=loss, correct=1, examples=32 * steps, steps=steps)
         return {"params": {"head": head}, "step": np.int32(until)}, totals
 
     def caught_up(self, state):
         return state
 
     def validate(self, state):
-        return {"loss": 1.0, "accuracy": self.step_of(state) / 100, "auprc": 0.5, "violation_rate": 0.5}
-
-
-@pytest.fixture(scope="module")
-def digits():
-    return load("glyphs", **CONFIG.options())
+        accuracy = self.config.learning_rate * self.step_of(state) / 100
+        return {"loss": 1.0, "accuracy": accuracy, "auprc": 0.5, "violation_rate": 0.5}
 
 
 @pytest.fixture
@@ -122,6 +118,34 @@ def test_a_signal_at_the_end_of_a_run_starts_no_further_run(digits, quick, tmp_p
     assert raised.value.exit_code == 143
     assert newest_step(tmp_path / "cross_entropy") == 4
     assert not (tmp_path / "max_margin").exists()
+
+
+def test_signal_handlers_are_put_back(digits, quick, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    fit(CONFIG, digits, tmp_path / "run", options=OPTIONS)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_damaged_newest_checkpoint_is_reported_and_training_goes_on_from_the_one_before(
+    quick_run, digits, tmp_path, monkeypatch, capsys
+):
+    run_dir, advance = tmp_path / "run", QuickTrainer.advance
+
+    def advance_and_signal(trainer, state, until):
+        if until == 8:
+            signal.raise_signal(signal.SIGTERM)
+        return advance(trainer, state, until)
+
+    monkeypatch.setattr(QuickTrainer, "advance", advance_and_signal)
+    with pytest.raises(InterruptedRunError):
+        fit(CONFIG, digits, run_dir, options=OPTIONS)
+    damage_head(run_dir, 8)
+    monkeypatch.setattr(QuickTrainer, "advance", advance)
+    fit(CONFIG, digits, run_dir, options=OPTIONS)
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "Checkpoint 8" in said
+    assert "Going on from checkpoint 4" in said
+    chex.assert_trees_all_equal(quick_state(run_dir), quick_state(quick_run))
 
 
 def test_damage_of_the_last_checkpoint_is_mended_by_starting_again(quick_run, digits, tmp_path, capsys):
@@ -207,3 +231,55 @@ def test_a_run_directory_that_is_deleted_while_training_is_one_sentence(digits, 
     ):
         fit(CONFIG, digits, run_dir, options=OPTIONS)
     assert not run_dir.exists()
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run_too(digits, quick, tmp_path, monkeypatch):
+    validate = QuickTrainer.validate
+    monkeypatch.setattr(QuickTrainer, "validate", lambda *args: validate(*args) | {"loss": float("nan")})
+    outcome = fit(CONFIG, digits, tmp_path / "run", options=OPTIONS)
+    assert (outcome.status, outcome.validation) == ("diverged", {})
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_sweep_drops_diverged_rates_and_says_which_run_was_chosen_and_why(digits, quick, tmp_path):
+    experiment = dataclasses.replace(
+        Experiment.of_run(CONFIG),
+        loss=("max_margin",),
+        optimizer="sgd",
+        schedule="constant",
+        learning_rate=(1e30, 0.1),
+        steps=4,
+    )
+    outcomes = run_experiment(experiment, digits, tmp_path, options=OPTIONS)
+    (chosen,) = outcomes
+    assert (chosen.config.loss, chosen.config.learning_rate) == ("max_margin", 0.1)
+    report = json.loads((tmp_path / "sweep.json").read_text())["max_margin"]
+    assert report["chosen"] == chosen.run_dir.name
+    assert "validation accuracy" in report["why"]
+    statuses = {run["run"]: run["status"] for run in report["runs"]}
+    assert statuses["max_margin-lr1e+30-margin1"] == "diverged"
+    assert statuses["max_margin-lr0.1-margin1"] == "finished"
+    assert saved_experiment(tmp_path) == experiment
+
+
+def test_a_short_sweep_chooses_what_is_trained_in_full(digits, quick, tmp_path):
+    experiment = dataclasses.replace(
+        Experiment.of_run(CONFIG), loss=("cross_entropy",), learning_rate=(0.01, 0.5), sweep_steps=3
+    )
+    (outcome,) = run_experiment(experiment, digits, tmp_path, options=OPTIONS)
+    assert (outcome.run_dir, outcome.step) == (tmp_path / "cross_entropy", 12)
+    tried = read_sweep(tmp_path)["cross_entropy"]["runs"]
+    assert [run["step"] for run in tried] == [3, 3]
+    assert outcome.config.learning_rate == 0.5, "the more accurate one"
+    assert find_runs([tmp_path]) == [tmp_path / "cross_entropy"]
+    assert saved_experiment(tmp_path) == experiment
+    (again,) = run_experiment(experiment, digits, tmp_path, options=OPTIONS)  # nothing is trained twice
+    assert again.validation == outcome.validation
+
+
+def test_tensorboard_files_hold_the_metrics(digits, quick, tmp_path):
+    options = dataclasses.replace(OPTIONS, tensorboard=True)
+    fit(CONFIG, digits, tmp_path / "run", options=options)
+    events = list((tmp_path / "run" / "tensorboard").iterdir())
+    assert len(events) == 1
+    assert b"validation/auprc" in events[0].read_bytes()

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from pols_jax.cli import running as cli, train
-from pols_jax.data import load
 from pols_jax.errors import ConfigError, HostError
 from pols_jax.training.checkpoints import Checkpoints
 from pols_jax.training.config import Experiment, RunConfig
@@ -482,11 +481,6 @@ def test_a_setting_that_only_one_version_has_is_a_difference():
 
 
 CONFIG = RunConfig(characters="0030-0039", width=0.05, batch_size=32, steps=12)
-
-
-@pytest.fixture(scope="module")
-def digits():
-    return load("glyphs", **CONFIG.options())
 
 
 @pytest.mark.parametrize(

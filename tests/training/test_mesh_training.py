@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from pols_jax.data import Dataset, load
 from pols_jax.errors import ConfigError
 from pols_jax.evaluation.measuring import evaluate
 from pols_jax.losses import LOSSES
@@ -31,11 +30,6 @@ CONFIG = RunConfig(
     learning_rate=0.05,
 )
 HEADS = {"blockwise": {"head": "blockwise"}, "sharded": {"head": "sharded", "mesh": "data=2,class=4"}}
-
-
-@pytest.fixture(scope="module")
-def digits() -> Dataset:
-    return load("glyphs", **CONFIG.options())
 
 
 def trained(config, dataset, steps=6):

@@ -1,5 +1,7 @@
 """Optimizers that see a few rows per step: caught up, a row is where the dense optimizer would have brought it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,8 +49,7 @@ def row_wise(name, num_drawn):
     for now, (classes, gradients) in enumerate(drawn_rows(num_drawn), start=1):
         gradients = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), gradients)
         head, state = update(head, state, jnp.asarray(classes, jnp.int32), gradients, jnp.int32(now))
-    head, state = catch_up_rows(optimizer, head, state, jnp.int32(NUM_UPDATES))
-    return head, state
+    return jax.jit(functools.partial(catch_up_rows, optimizer))(head, state, jnp.int32(NUM_UPDATES))
 
 
 def dense_gradients(num_drawn):
@@ -61,25 +62,30 @@ def dense_gradients(num_drawn):
         yield dense
 
 
+@functools.cache
+def rate(t):
+    return float(SCHEDULE(t - 1))
+
+
 def sgd(p, g, t, kept):
-    return p - float(SCHEDULE(t - 1)) * g, kept
+    return p - rate(t) * g, kept
 
 
 def momentum(p, g, t, kept):
     trace = g + 0.9 * kept.get("m", 0)
-    return p - float(SCHEDULE(t - 1)) * trace, {"m": trace}
+    return p - rate(t) * trace, {"m": trace}
 
 
 def adam(p, g, t, kept):
     m, v = 0.9 * kept.get("m", 0) + 0.1 * g, 0.999 * kept.get("v", 0) + 0.001 * g**2
     step = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
-    return p - float(SCHEDULE(t - 1)) * step, {"m": m, "v": v}
+    return p - rate(t) * step, {"m": m, "v": v}
 
 
 def adagrad(p, g, t, kept):
     """One accumulator per row."""
     squares = kept.get("s", 0.1) + (np.mean(g**2, axis=1) if g.ndim > 1 else g**2)
-    scale = float(SCHEDULE(t - 1)) / np.sqrt(squares + 1e-7)
+    scale = rate(t) / np.sqrt(squares + 1e-7)
     return p - (scale[:, None] if g.ndim > 1 else scale) * g, {"s": squares}
 
 

@@ -36,21 +36,14 @@ OPTIONS = RunOptions(quiet=True)
 
 
 @pytest.fixture(scope="module")
-def digits():
-    return load("glyphs", **CONFIG.options())
-
-
-@pytest.fixture(scope="module")
 def letters():
     return load("glyphs", characters="0041-004A")
 
 
 @pytest.fixture(scope="module")
-def source(digits, tmp_path_factory):
+def source(finished_run):
     """A run to start from."""
-    run_dir = tmp_path_factory.mktemp("source") / "run"
-    fit(CONFIG, digits, run_dir, options=OPTIONS)
-    return run_dir
+    return finished_run
 
 
 def on_letters(source, **changes):
@@ -170,7 +163,7 @@ def test_head_training_is_the_gradient_step_of_the_whole_network_with_a_backbone
         logits = inputs @ head["kernel"].T + head["bias"][None]
         return run_loss(config, letters)(logits, labels)
 
-    gradient = jax.grad(loss)(first)
+    gradient = jax.jit(jax.grad(loss))(first)
     kernel, bias = run.restore_head()
     np.testing.assert_allclose(kernel, first["kernel"] - 0.01 * gradient["kernel"], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(bias, first["bias"] - 0.01 * gradient["bias"], rtol=1e-5, atol=1e-6)
@@ -193,12 +186,11 @@ def test_balanced_classes_weigh_the_same_in_every_loss(letters):
     counts = np.bincount(few.labels, minlength=10)
     logits = np.random.default_rng(0).normal(size=(23, 10)).astype(np.float32)
     config = dataclasses.replace(CONFIG, class_weights="balanced")
+    loss = jax.jit(run_loss(CONFIG, letters))
     per_class = [
-        float(run_loss(CONFIG, letters)(logits[few.labels == c], few.labels[few.labels == c]))
-        for c in range(10)
-        if counts[c]
+        float(loss(logits[few.labels == c], few.labels[few.labels == c])) for c in range(10) if counts[c]
     ]
-    weighted = float(run_loss(config, unbalanced)(logits, few.labels, where=np.ones(23, bool)))
+    weighted = float(jax.jit(run_loss(config, unbalanced))(logits, few.labels, where=np.ones(23, bool)))
     np.testing.assert_allclose(weighted, np.mean(per_class), rtol=1e-6)
 
 
