@@ -26,7 +26,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from pols_jax.benchmarking.records import describe_environment
 from pols_jax.data.fonts import Face, characters_of, read_faces
-from pols_jax.errors import ConfigError
+from pols_jax.errors import ConfigError, DataError
 from pols_jax.evaluation.measuring import estimates
 from pols_jax.files import write_json
 from pols_jax.metrics.class_blocks import ExampleStats, ScoredSplit
@@ -156,6 +156,15 @@ def read_recognizer() -> Recognizer:
     )
 
 
+def find_faces() -> dict[str, list[Face]]:
+    """Finds the faces of each split; a `DataError` if one is not installed."""
+    by_name = {face.name: face for face in read_faces([FONTS])}
+    missing = [name for names in FACES.values() for name in names if name not in by_name]
+    if missing:
+        raise DataError(f"There is no {missing[0]} in {FONTS}; install fonts-noto-cjk-extra.")
+    return {split: [by_name[name] for name in names] for split, names in FACES.items()}
+
+
 def draw(face: Face, characters: Sequence[str]) -> np.ndarray:
     """Draws characters as the network wants them, float32 ``[m, 3, height, width]``."""
     font = ImageFont.truetype(
@@ -205,8 +214,7 @@ def characters_to_draw(
 def study(max_characters: int | None = None) -> dict[str, Any]:
     """Draws, fits and measures."""
     recognizer = read_recognizer()
-    by_name = {face.name: face for face in read_faces([FONTS])}
-    faces = {split: [by_name[name] for name in names] for split, names in FACES.items()}
+    faces = find_faces()
     used = [face for each in faces.values() for face in each]
     class_ids, characters = characters_to_draw(recognizer, used, max_characters)
     largest_difference = _difference_from_whole(recognizer, used[0], characters[:8])
