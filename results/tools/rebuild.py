@@ -58,7 +58,13 @@ def read_records(directory: str | Path) -> tuple[Experiments, Benchmarks]:
     experiments, benchmarks = {}, {}
     for path in sorted(Path(directory).glob("*.json")):
         record = read_json(path, error=ConfigError)
-        if record.keys() & {"normalizers", "exports", "serve", "hosts"}:  # not for a table of experiments
+        if record.keys() & {
+            "normalizers",
+            "exports",
+            "serve",
+            "hosts",
+            "ocr",
+        }:  # not for a table of experiments
             continue
         if "benchmark" in record:
             benchmarks[path.stem] = Record.load(path)
@@ -159,6 +165,9 @@ def rebuild(results: str | Path, root: str | Path) -> list[Path]:
         available["export"] = lambda: results_tables.export_table(exports)
     if (path := Path(results) / "serve.json").exists():
         available |= results_tables.serve_tables(read_json(path, error=ConfigError)["serve"])
+    if (path := Path(results) / "ocr.json").exists():
+        ocr = read_json(path, error=ConfigError)["ocr"]
+        available["ocr"] = lambda: results_tables.ocr_table(ocr)
     for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
         if not page.exists():
             continue

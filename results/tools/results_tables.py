@@ -434,6 +434,42 @@ def _normalizer_costs(entries: Sequence[Mapping[str, Any]]) -> str:
     return _markdown(["data", "loss", "features", *_NORMALIZER_SCORES[1:-1]], rows)
 
 
+def ocr_table(record: Mapping[str, Any]) -> str:
+    """What one logit of a network that somebody else trained is worth, with and without normalizers.
+
+    Args:
+      record: What ``results/tools/ocr_study.py`` measured.
+
+    Returns:
+      A table in Markdown, and a line about the pictures.
+    """
+    headings = [
+        "score",
+        "rows of the output layer or normalizer that are read",
+        "1-AUPRC",
+        "recall",
+        "precision",
+    ]
+    rows = [
+        [
+            score["score"],
+            f"{score['rows_read']:,}",
+            f"{1 - score['auprc']:.3f}",
+            f"{score['shared_threshold_recall']:.3f}",
+            f"{score['shared_threshold_precision']:.3f}",
+        ]
+        for score in record["scores"]
+    ]
+    network, pictures = record["network"], record["num_pictures"]
+    summary = (
+        f"{network['package']} {network['version']}: {network['num_classes']:,} classes, {network['num_features']} features. "
+        f"{record['num_characters']:,} characters are drawn: {pictures['fitting']:,} pictures without labels for fitting, "
+        f"{pictures['validation']:,} for validation, {pictures['test']:,} for the test, in other faces each. Accuracy {record['accuracy']:.3f}. "
+        f"Chosen on the validation face: {record['chosen']}."
+    )
+    return f"{_markdown(headings, rows)}\n\n{summary}"
+
+
 _QUESTIONS = {
     "search": "pictures of a class",
     "names": "completion of a name",
