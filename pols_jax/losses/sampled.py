@@ -91,12 +91,6 @@ def make_noise_sampler(noise_probs: Float[ArrayLike, " classes"]) -> NoiseSample
     Args:
       noise_probs: The distribution, shape ``[k]``; `pols_jax.training.learning.noise_distribution` makes the usual ones.
 
-    Returns:
-      The sampler.
-
-    Raises:
-      ValueError: if it is not a distribution.
-
     Examples:
       >>> import numpy as np
       >>> make_noise_sampler(np.array([0.25, 0.75])).keep.tolist()
@@ -159,8 +153,7 @@ def sampled_noise_contrastive_estimation(
       Array([3.4657, 3.4657], dtype=float32)
     """
     features, kernel, bias, labels = _check(features, kernel, bias, labels, sampler, num_noise)
-    classes = _touched_classes(key, labels, sampler, num_noise, shared)
-    rows = _Rows(kernel.at[classes].get(mode="clip"), bias.at[classes].get(mode="clip"))
+    classes, rows = _drawn_rows(key, kernel, bias, labels, sampler, num_noise, shared)
     losses = _loss_of_rows(features, rows, classes, sampler, num_noise)
     return jnp.where((labels >= 0) & (labels < kernel.shape[0]), losses, jnp.nan)
 
@@ -211,8 +204,7 @@ def sampled_value_and_grad(
     features, kernel, bias, labels = _check(features, kernel, bias, labels, sampler, num_noise)
     batch = GlobalBatch.of(labels, where, None)
     features, labels = jnp.where(batch.where[:, None], features, 0.0), jnp.where(batch.where, labels, 0)
-    classes = _touched_classes(key, labels, sampler, num_noise, shared)
-    rows = _Rows(kernel.at[classes].get(mode="clip"), bias.at[classes].get(mode="clip"))
+    classes, rows = _drawn_rows(key, kernel, bias, labels, sampler, num_noise, shared)
 
     def mean_loss(features, rows):
         return batch.mean(_loss_of_rows(features, rows, classes, sampler, num_noise))
@@ -238,9 +230,6 @@ def add_rows(
       bias: One number per class, shape ``[k]``.
       rows: What `sampled_value_and_grad` returned.
       scale: What the gradients are multiplied with.
-
-    Returns:
-      The new kernel and bias.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -320,9 +309,6 @@ def loss_of_touched(
       sampler: What drew the noise classes.
       num_noise: How many were drawn.
 
-    Returns:
-      One loss per example, shape ``[m]``.
-
     Examples:
       >>> import jax.numpy as jnp
       >>> touched = touched_classes(jnp.array([3, 1]), jnp.array([1, 5, 5, 0]), num_classes=8)
@@ -339,25 +325,21 @@ def loss_of_touched(
     return _equation(true_scores, scores, touched.repetitions.astype(dtype))
 
 
-class _Rows(NamedTuple):
-    """The rows that a step touches: first those of the m true classes, then those of the noise."""
-
-    kernel: Float[Array, "rows features"]
-    bias: Float[Array, " rows"]
-
-
-def _touched_classes(key, labels, sampler: Sampler, num_noise: int, shared: bool):
+def _drawn_rows(key, kernel, bias, labels, sampler: Sampler, num_noise: int, shared: bool):
+    """The classes that a step touches, first the m true ones and then the noise; and their rows of kernel and bias."""
     shape = (num_noise,) if shared else (labels.shape[0] * num_noise,)
-    return jnp.concatenate([labels.astype(jnp.int32), sampler.draw(key, shape)])
+    classes = jnp.concatenate([labels.astype(jnp.int32), sampler.draw(key, shape)])
+    return classes, tuple(array.at[classes].get(mode="clip") for array in (kernel, bias))
 
 
-def _loss_of_rows(features, rows: _Rows, classes, sampler: Sampler, num_noise: int):
+def _loss_of_rows(features, rows, classes, sampler: Sampler, num_noise: int):
     """``softplus(-s_y) + sum of softplus(s_c)`` over the drawn classes c, with ``s_j = z_j - log(t q_j)``."""
     num_examples, num_features = features.shape
-    dtype = accumulation_dtype(features, *rows)
+    kernel, bias = rows
+    dtype = accumulation_dtype(features, kernel, bias)
     _, log_counts = Noise(jnp.asarray(num_noise), sampler.probs).of_classes(classes).counts()
-    shifts = rows.bias.astype(dtype) - log_counts.astype(dtype)
-    true, noise = rows.kernel[:num_examples], rows.kernel[num_examples:]
+    shifts = bias.astype(dtype) - log_counts.astype(dtype)
+    true, noise = kernel[:num_examples], kernel[num_examples:]
     true_scores = _sum_of_products("md,md->m", features, true, dtype) + shifts[:num_examples]
     noise_shifts = shifts[num_examples:]
     if noise.shape[0] == num_noise:

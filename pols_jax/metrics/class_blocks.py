@@ -29,26 +29,34 @@ _MAX_SCORES = 2**26
 
 
 class ExampleStats(NamedTuple):
-    """What one pass over all classes finds out about each example.
+    """What a pass over the classes finds out about each example; half-way, over those that were looked at.
 
     The log-probability of class c is ``(logit_c - peak) - log_sum``. It keeps its digits where the softmax is
     close to one, so that the order of confident examples is not lost to rounding.
 
     Attributes:
       true_logit: The logit of the true class, shape ``[n]``.
-      peak: The largest logit, shape ``[n]``.
       max_false_logit: The largest logit of another class than the true one, shape ``[n]``.
       smallest: The smallest logit, shape ``[n]``.
       prediction: The class of the largest logit, shape ``[n]``.
-      log_sum: The log of the sum of ``exp(logit - peak)``, shape ``[n]``.
+      rest: The sum of ``exp(logit - peak)``, without the largest logit itself, shape ``[n]``.
     """
 
     true_logit: Float[np.ndarray, " examples"]
-    peak: Float[np.ndarray, " examples"]
     max_false_logit: Float[np.ndarray, " examples"]
     smallest: Float[np.ndarray, " examples"]
     prediction: Int[np.ndarray, " examples"]
-    log_sum: Float[np.ndarray, " examples"]
+    rest: Float[np.ndarray, " examples"]
+
+    @property
+    def peak(self) -> Float[np.ndarray, " examples"]:
+        """The largest logit, shape ``[n]``."""
+        return np.maximum(self.true_logit, self.max_false_logit)
+
+    @property
+    def log_sum(self) -> Float[np.ndarray, " examples"]:
+        """The log of the sum of ``exp(logit - peak)``, shape ``[n]``."""
+        return np.log1p(self.rest).astype(np.float32)
 
 
 class SplitCounts(NamedTuple):
@@ -158,32 +166,29 @@ class ScoredSplit:
         """
         estimates, shifted = np.asarray(estimates, np.float32)[self.order], copy.copy(self)
         shifted._offset = self._replicate(estimates)
-        logits = ("true_logit", "peak", "max_false_logit", "smallest")
+        logits = ("true_logit", "max_false_logit", "smallest")
         return shifted, stats._replace(**{name: getattr(stats, name) - estimates for name in logits})
 
     def example_stats(self, *, advance: Callable[[], None] = lambda: None) -> ExampleStats:
         """Makes the first pass; ``advance`` is called after every round of blocks, for a progress bar."""
         num_examples = len(self.labels)
         lowest, zeros = np.full(num_examples, -np.inf, np.float32), np.zeros(num_examples)
-        found = _Found(lowest, lowest, -lowest, zeros.astype(np.int32), zeros)
+        found = ExampleStats(lowest, lowest, -lowest, zeros.astype(np.int32), zeros)
         stats_of_blocks = _on_devices(block_stats, self._devices)
         for classes in self._rounds():
             outputs = stats_of_blocks(
                 self._features, self._labels, self._starts(classes), *self._head(classes)
             )
             for block in zip(*map(np.asarray, outputs), strict=True):
-                found = found.merged(_Found(*block))
+                found = _merged(found, ExampleStats(*block))
             advance()
         parts = self._share.gather(np.stack([array.astype(np.float64) for array in found]))
         dtypes = [array.dtype for array in found]
-        first, *others = (
-            _Found(*(array.astype(dtype) for array, dtype in zip(part, dtypes, strict=True)))
+        shares = (
+            ExampleStats(*(array.astype(dtype) for array, dtype in zip(part, dtypes, strict=True)))
             for part in parts
         )
-        found = functools.reduce(_Found.merged, others, first)
-        log_sum = np.log1p(found.rest).astype(np.float32)
-        true, max_false_logit, smallest, prediction, _ = found
-        return ExampleStats(true, found.peak, max_false_logit, smallest, prediction, log_sum)
+        return functools.reduce(_merged, shares)
 
     def count(
         self,
@@ -309,34 +314,21 @@ class ScoredSplit:
         return copies(tree, np.arange(len(self._devices)))
 
 
-class _Found(NamedTuple):
-    """What is known of each example after some of the classes; `ExampleStats` is what is known after all."""
-
-    true_logit: Float[np.ndarray, " examples"]
-    max_false_logit: Float[np.ndarray, " examples"]
-    smallest: Float[np.ndarray, " examples"]
-    prediction: Int[np.ndarray, " examples"]
-    rest: Float[np.ndarray, " examples"]  # the sum of exp(logit - peak), without the largest itself
-
-    @property
-    def peak(self) -> Float[np.ndarray, " examples"]:
-        return np.maximum(self.true_logit, self.max_false_logit)
-
-    def merged(self, later: "_Found") -> "_Found":
-        """What is known after other classes, which come later, as well."""
-        is_larger = later.peak > self.peak
-        high, low = np.maximum(self.peak, later.peak), np.minimum(self.peak, later.peak)
-        high_rest, low_rest = np.where(is_larger, (later.rest, self.rest), (self.rest, later.rest))
-        # One side may have seen no class at all.
-        gap = np.full(len(low), -np.inf)
-        np.subtract(low, high, out=gap, where=low != -np.inf, dtype=np.float64)
-        return _Found(
-            np.maximum(self.true_logit, later.true_logit),
-            np.maximum(self.max_false_logit, later.max_false_logit),
-            np.minimum(self.smallest, later.smallest),
-            np.where(is_larger, later.prediction, self.prediction),
-            high_rest + np.exp(gap) * (1 + low_rest),
-        )
+def _merged(found: ExampleStats, later: ExampleStats) -> ExampleStats:
+    """What is known of each example after some classes and others, which come later."""
+    is_larger = later.peak > found.peak
+    high, low = np.maximum(found.peak, later.peak), np.minimum(found.peak, later.peak)
+    high_rest, low_rest = np.where(is_larger, (later.rest, found.rest), (found.rest, later.rest))
+    # One side may have seen no class at all.
+    gap = np.full(len(low), -np.inf)
+    np.subtract(low, high, out=gap, where=low != -np.inf, dtype=np.float64)
+    return ExampleStats(
+        np.maximum(found.true_logit, later.true_logit),
+        np.maximum(found.max_false_logit, later.max_false_logit),
+        np.minimum(found.smallest, later.smallest),
+        np.where(is_larger, later.prediction, found.prediction),
+        high_rest + np.exp(gap) * (1 + low_rest),
+    )
 
 
 class _Ranking:
