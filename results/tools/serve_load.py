@@ -37,6 +37,7 @@ from pols_jax.search.serving.completion import NameCompletion
 NUM_NAMES = 42_174
 # How often each question is asked, of a hundred.
 MIX = {"search": 60, "names": 15, "thumbnail": 15, "thresholds": 5, "decide": 5}
+TYPED = ("se", "letter", "small%20a", "x")
 
 
 @contextlib.contextmanager
@@ -64,12 +65,7 @@ def questions(
         class_id = quote(f"#{rng.randrange(num_classes)}")
         yield {
             "search": ("search", "GET", f"/api/search?class={class_id}", None),
-            "names": (
-                "names",
-                "GET",
-                f"/api/classes?query={rng.choice(['se', 'letter', 'small%20a', 'x'])}",
-                None,
-            ),
+            "names": ("names", "GET", f"/api/classes?query={rng.choice(TYPED)}", None),
             "thumbnail": ("thumbnail", "GET", f"/api/pictures/0-{rng.randrange(len(pictures))}", None),
             "thresholds": ("thresholds", "GET", f"/api/thresholds?class={class_id}", None),
             "decide": ("decide", "POST", f"/api/decide?class={class_id}", rng.choice(uploads)),
