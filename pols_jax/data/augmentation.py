@@ -25,9 +25,6 @@ def find_augmentation(name: str, dataset: Dataset) -> Augment | None:
         the data set's own in memory, crop-flip where it is streamed.
       dataset: The data set.
 
-    Returns:
-      What `sample_batch` and `augment_batch` take; None for none.
-
     Examples:
       >>> from pols_jax.data import load
       >>> find_augmentation("auto", load("glyphs", characters="0030-0039")) is augment_glyphs
@@ -53,9 +50,6 @@ def crop_pictures(
       keys: One random key per example, shape ``[m]``.
       images: uint8 pixels, shape ``[m, h, w, c]``.
       flip: Whether to mirror left and right, half of the time.
-
-    Returns:
-      Images, float32 in [-1, 1], shape ``[m, h, w, c]``.
 
     Examples:
       >>> keys = jax.random.split(jax.random.key(0), 4)
@@ -121,9 +115,6 @@ def augment_glyphs(
       max_log_scale: Largest absolute logarithm of the scale, drawn for each axis.
       max_shift: Largest shift of each axis, as a share of the image's size.
       max_noise: Largest amplitude of the uniform noise, where the pixels' range is 2.
-
-    Returns:
-      Images, float32 in [-1, 1], shape ``[m, h, w, c]``.
 
     Examples:
       >>> keys = jax.random.split(jax.random.key(0), 4)

@@ -53,9 +53,6 @@ def read_faces(paths: Iterable[str | Path]) -> list[Face]:
     Args:
       paths: TrueType or OpenType files, or patterns such as "/usr/share/fonts/opentype/noto/*CJK*.ttc".
 
-    Raises:
-      DataError: if a file cannot be read, or two faces have one name.
-
     Examples:
       >>> read_faces(dejavu_paths()[:1])[0].name
       'DejaVu Sans Bold'
@@ -132,9 +129,6 @@ def render(face: Face, characters: Sequence[int], size: int) -> UInt8[np.ndarray
 
     Returns:
       Bitmaps, uint8, shape ``[characters, size, size]``; all zero where a character leaves no ink.
-
-    Raises:
-      DataError: if the outlines of a character are damaged.
 
     Examples:
       >>> render(read_faces(dejavu_paths()[:1])[0], [ord("A"), ord(" ")], 32).any(axis=(1, 2)).tolist()

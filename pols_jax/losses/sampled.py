@@ -252,12 +252,6 @@ class TouchedClasses(NamedTuple):
         from k on, of which there is no class.
       true: Where in ``classes`` the true class of each example stands, shape ``[m]``.
       repetitions: How often each class was drawn, shape ``[m + t]``.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> touched = touched_classes(jnp.array([3, 1]), jnp.array([1, 5, 5]), num_classes=6)
-      >>> touched.classes.tolist(), touched.true.tolist(), touched.repetitions.tolist()
-      ([1, 3, 5, 9, 10], [1, 0], [1, 0, 2, 0, 0])
     """
 
     classes: Int[Array, " touched"]
@@ -272,8 +266,9 @@ def touched_classes(
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> touched_classes(jnp.array([3]), jnp.array([0, 3]), num_classes=4).classes.tolist()
-      [0, 3, 6]
+      >>> touched = touched_classes(jnp.array([3, 1]), jnp.array([1, 5, 5]), num_classes=6)
+      >>> touched.classes.tolist(), touched.true.tolist(), touched.repetitions.tolist()
+      ([1, 3, 5, 9, 10], [1, 0], [1, 0, 2, 0, 0])
     """
     num_labels, num_entries = len(labels), len(labels) + len(drawn)
     entries = jnp.concatenate([labels.astype(jnp.int32), drawn.astype(jnp.int32)])

@@ -243,15 +243,12 @@ class ScoredSplit:
         )
         class_sizes = np.bincount(self.labels, minlength=num_classes).astype(np.int32)
         own_log_probs = (stats.true_logit - stats.peak) - stats.log_sum
-        one_logit, all_logits = (
-            Counts(
-                *map(
-                    jnp.asarray,
-                    (self.labels, scores, examples, positives_passing(self.labels, scores), class_sizes),
-                )
-            )
-            for scores, examples in zip((stats.true_logit, own_log_probs), own_passing, strict=True)
-        )
+
+        def counts(scores, examples) -> Counts:
+            positives = positives_passing(self.labels, scores)
+            return Counts(*map(jnp.asarray, (self.labels, scores, examples, positives, class_sizes)))
+
+        one_logit, all_logits = map(counts, (stats.true_logit, own_log_probs), own_passing)
         # The logits that were ranked and counted are all of them: take away the true ones.
         is_passed = stats.true_logit[:, None] >= thresholds[self.labels]
         positives = np.zeros_like(passing)
