@@ -41,12 +41,6 @@ def speed_tables(record: Record) -> list[Table]:
     Args:
       record: The record.
 
-    Returns:
-      The tables of its benchmark.
-
-    Raises:
-      ConfigError: if ``pols bench`` has no such benchmark.
-
     Examples:
       >>> from pols_jax.tables import to_markdown
       >>> times = {"optax_cross_entropy": [2.0, 2.0], "batch_cross_entropy": [2.0, 2.2]}
