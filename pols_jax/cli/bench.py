@@ -23,8 +23,6 @@ from pols_jax.cli.running import announce
 from pols_jax.errors import ConfigError, unknown_name
 from pols_jax.files import check_directory, check_writable, write_text
 
-__all__ = ["BENCHMARKS", "Report", "main"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
@@ -63,7 +61,7 @@ pols bench report speed.json                  # the tables of a record again
 GROUPS = {
     "what to measure": "preset networks program examples classes batch_size width convolutions batches repetitions "
     "max_scores programs dtype device num_devices peer",
-    "output": f"records {' '.join(OUTPUTS)} append",
+    "output": f"records {' '.join(OUTPUTS)}",
 }
 
 
