@@ -132,14 +132,8 @@ def show(records: Sequence[Any], markdown: Path | None, figures: Path | None) ->
 
 
 def _page(verb: str, usage: str, kind: type) -> Page:
-    verbs = f"[{'|'.join(BENCHMARKS)}]" if verb == "logits" else verb
     about = (kind.__doc__ or "").partition("\n")[0]
-    return Page(
-        "pols bench" if verb == "logits" else f"pols bench {verb}",
-        f"{verbs} {usage}" if verb == "logits" else usage,
-        about,
-        EXAMPLES,
-        GROUPS,
-        more="pols bench losses --help, metrics --help and networks --help list the flags of the others."
-        * (verb == "logits"),
-    )
+    if verb != "logits":
+        return Page(f"pols bench {verb}", usage, about, EXAMPLES, GROUPS)
+    more = "pols bench losses --help, metrics --help and networks --help list the flags of the others."
+    return Page("pols bench", f"[{'|'.join(BENCHMARKS)}] {usage}", about, EXAMPLES, GROUPS, more)

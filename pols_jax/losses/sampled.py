@@ -31,7 +31,6 @@ class NoiseSampler(NamedTuple):
       other: The class that it gives otherwise.
 
     Examples:
-      >>> import jax, numpy as np
       >>> sampler = make_noise_sampler(np.array([0.0, 1.0, 0.0]))
       >>> sampler.draw(jax.random.key(0), (4,)).tolist()
       [1, 1, 1, 1]
@@ -61,7 +60,6 @@ class UniformSampler(NamedTuple):
       num_classes: The number of classes k.
 
     Examples:
-      >>> import jax
       >>> UniformSampler(1000).draw(jax.random.key(0), (3,)).shape, UniformSampler(8).probs.tolist()
       ((3,), [0.125])
     """
@@ -92,7 +90,6 @@ def make_noise_sampler(noise_probs: Float[ArrayLike, " classes"]) -> NoiseSample
       noise_probs: The distribution, shape ``[k]``; `pols_jax.training.learning.noise_distribution` makes the usual ones.
 
     Examples:
-      >>> import numpy as np
       >>> make_noise_sampler(np.array([0.25, 0.75])).keep.tolist()
       [0.5, 1.0]
     """
@@ -143,7 +140,6 @@ def sampled_noise_contrastive_estimation(
       One loss per example, shape ``[m]``. A label outside ``[0, k)`` gives NaN.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, numpy as np
       >>> sampler = make_noise_sampler(np.full(4, 0.25))
       >>> losses = sampled_noise_contrastive_estimation(
       ...     jax.random.key(0), jnp.ones((2, 3)), jnp.zeros((4, 3)), jnp.zeros(4), jnp.array([0, 1]),
@@ -192,7 +188,6 @@ def sampled_value_and_grad(
       The loss; the gradient of the features, to go on to the backbone with; and the gradients of the touched rows.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, numpy as np
       >>> kernel, bias, labels = jnp.zeros((1000, 3)), jnp.zeros(1000), jnp.array([0, 1])
       >>> value, for_features, rows = sampled_value_and_grad(
       ...     jax.random.key(0), jnp.ones((2, 3)), kernel, bias, labels,
@@ -232,7 +227,6 @@ def add_rows(
       scale: What the gradients are multiplied with.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> rows = RowGradients(jnp.array([2, 2]), jnp.ones((2, 1)), jnp.zeros(2))
       >>> add_rows(jnp.zeros((4, 1)), jnp.zeros(4), rows, scale=-0.5)[0].ravel().tolist()
       [0.0, 0.0, -1.0, 0.0]
@@ -265,7 +259,6 @@ def touched_classes(
     """Lists true and drawn classes once each, in arrays whose shapes do not depend on how many differ.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> touched = touched_classes(jnp.array([3, 1]), jnp.array([1, 5, 5]), num_classes=6)
       >>> touched.classes.tolist(), touched.true.tolist(), touched.repetitions.tolist()
       ([1, 3, 5, 9, 10], [1, 0], [1, 0, 2, 0, 0])
@@ -305,7 +298,6 @@ def loss_of_touched(
       num_noise: How many were drawn.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> touched = touched_classes(jnp.array([3, 1]), jnp.array([1, 5, 5, 0]), num_classes=8)
       >>> loss_of_touched(
       ...     jnp.ones((2, 3)), jnp.zeros((6, 3)), jnp.zeros(6), touched, sampler=UniformSampler(8), num_noise=4

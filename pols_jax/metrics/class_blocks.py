@@ -215,7 +215,10 @@ class ScoredSplit:
         own_thresholds = thresholds[share.start : share.stop]
         count_of_blocks = _on_devices(count_block, self._devices)
         per_example = (self._offset, *self._replicate((stats.peak, stats.log_sum)))
-        ranking = _Ranking(np.sort(stats.true_logit), bins)
+        sorted_true = np.sort(stats.true_logit)
+        bins = np.zeros(1) if bins is None else bins
+        ranked = np.zeros(len(self.labels), np.int64)  # how many logits are at or above each true one
+        histogram = np.zeros(len(bins) - 1, np.int64)
         own_passing = np.zeros((2, len(self.labels)), np.int32)
         passing = np.zeros(thresholds.shape, np.int64)
         for classes in self._rounds():
@@ -235,12 +238,13 @@ class ScoredSplit:
             own_passing += np.asarray(block_own).sum(axis=0)
             place = slice(share.start + classes.start, share.start + classes.stop)
             passing[place] = np.concatenate(np.asarray(block_passing))[: len(classes)]
+            # The logits of padding are -inf, and below everything.
             if rank:
-                ranking.add(np.asarray(block_logits).reshape(-1))
+                for part in _sorted_parts(np.asarray(block_logits).reshape(-1)):
+                    ranked += at_or_above(part, sorted_true)
+                    histogram += _histogram(part, bins)
             advance()
-        own_passing, passing, ranking.passing, ranking.histogram = self._summed(
-            own_passing, passing, ranking.passing, ranking.histogram
-        )
+        own_passing, passing, ranked, histogram = self._summed(own_passing, passing, ranked, histogram)
         class_sizes = np.bincount(self.labels, minlength=num_classes).astype(np.int32)
         own_log_probs = (stats.true_logit - stats.peak) - stats.log_sum
 
@@ -253,13 +257,11 @@ class ScoredSplit:
         is_passed = stats.true_logit[:, None] >= thresholds[self.labels]
         positives = np.zeros_like(passing)
         np.add.at(positives, self.labels, is_passed)
-        sorted_true = np.sort(stats.true_logit)
         false_passing = np.empty(len(self.labels), np.int64)
         # Where the two passes round differently, a true logit may have been counted below itself.
-        counted = ranking.passing - at_or_above(sorted_true, sorted_true)
+        counted = ranked - at_or_above(sorted_true, sorted_true)
         false_passing[np.argsort(stats.true_logit)] = np.maximum(counted, 0)
-        histogram = ranking.histogram
-        if bins is not None and rank:
+        if rank:
             histogram = histogram - _histogram(sorted_true, bins)
         max_false_logit = float(stats.max_false_logit.max())
         return SplitCounts(
@@ -328,25 +330,10 @@ def _merged(found: ExampleStats, later: ExampleStats) -> ExampleStats:
     )
 
 
-class _Ranking:
-    """Ranks the true logits among all logits, which pass by in blocks, and counts the logits in bins.
-
-    A block is sorted (in NumPy, whose sort uses vector instructions and is many times faster than XLA's), and the true
-    logits and the edges of the bins are looked up in it.
-    """
-
-    def __init__(self, sorted_true: Float[np.ndarray, " examples"], bins: np.ndarray | None):
-        self._sorted_true, self._bins = sorted_true, bins
-        self.passing = np.zeros(len(sorted_true), np.int64)  # logits at or above each true logit
-        self.histogram = np.zeros(0 if bins is None else len(bins) - 1, np.int64)
-
-    def add(self, logits: Float[np.ndarray, " any"]) -> None:
-        """Counts the logits of a block; those of padding are -inf, and below everything."""
-        with ThreadPoolExecutor(os.cpu_count()) as threads:  # NumPy sorts outside of the interpreter lock
-            for part in threads.map(np.sort, np.array_split(logits, os.cpu_count() or 1)):
-                self.passing += at_or_above(part, self._sorted_true)
-                if self._bins is not None:
-                    self.histogram += _histogram(part, self._bins)
+def _sorted_parts(logits: Float[np.ndarray, " any"]) -> Iterator[Float[np.ndarray, " any"]]:
+    """Sorts logits in parts, in NumPy: its sort uses vector instructions and is many times faster than XLA's."""
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # NumPy sorts outside of the interpreter lock
+        yield from threads.map(np.sort, np.array_split(logits, os.cpu_count() or 1))
 
 
 def _histogram(ascending: Float[np.ndarray, " any"], bins: Float[np.ndarray, " edges"]) -> np.ndarray:

@@ -249,14 +249,11 @@ def _counts(scores, labels, compare: Callable = operator.ge) -> Counts:
     scores, labels = check_logits_and_labels(scores, labels, rank=2, name="scores")
     if not scores.shape[0]:
         raise ValueError("scores must have at least one example: a metric is about the scores of a set.")
-    is_concrete = not isinstance(scores, Tracer) and not isinstance(labels, Tracer)
-    if is_concrete and _is_in_cpu_memory(scores):
-        return _count_on_cpu(scores, np.asarray(labels), compare)
+    if not isinstance(scores, Tracer) and not isinstance(labels, Tracer):
+        devices = scores.devices()
+        if len(devices) == 1 and all(device.platform == "cpu" for device in devices):
+            return _count_on_cpu(scores, np.asarray(labels), compare)
     return _count_all(scores, labels, compare=compare)
-
-
-def _is_in_cpu_memory(array: Array) -> bool:
-    return len(array.devices()) == 1 and all(device.platform == "cpu" for device in array.devices())
 
 
 def _count_on_cpu(scores: Array, labels: np.ndarray, compare: Callable) -> Counts:
