@@ -23,7 +23,7 @@ def find_augmentation(name: str, dataset: Dataset) -> Augment | None:
     Args:
       name: none, crop, crop-flip or distort; or auto, the data set's own. In runs of older versions it may be older:
         the data set's own in memory, crop-flip where it is streamed.
-      dataset: The data set.
+      dataset: The data set that it is for.
 
     Examples:
       >>> from pols_jax.data import load

@@ -35,12 +35,7 @@ class Endpoint:
 
 
 def openapi_document(endpoints: Iterable[Endpoint], reasons: dict[int, str]) -> dict[str, Any]:
-    """Describes endpoints.
-
-    Args:
-      endpoints: The endpoints.
-      reasons: What the statuses of errors mean.
-    """
+    """Makes the OpenAPI 3.1 document of endpoints; ``reasons`` says what the statuses of errors mean."""
     schemas: dict[str, Any] = {}
     error = schema_of(ErrorAnswer, schemas)
     paths: dict[str, Any] = {}
