@@ -43,13 +43,6 @@ def all_logits(
       kernel: One row per class, shape ``[k, d]`` (not ``[d, k]``).
       bias: One number per class, shape ``[k]``; none if None.
 
-    Returns:
-      Logits, shape ``[..., k]``.
-
-    Raises:
-      TypeError: if an argument is not a floating-point array.
-      ValueError: if the shapes do not fit each other.
-
     Examples:
       >>> import jax.numpy as jnp
       >>> features = jnp.array([[1.0, 2.0]])
@@ -169,12 +162,6 @@ def pad_classes(
       bias: One number per class, shape ``[k]``.
       num_shards: The number of parts C.
 
-    Returns:
-      Kernel and bias with a multiple of C rows.
-
-    Raises:
-      ValueError: if there is not at least one shard.
-
     Examples:
       >>> import jax.numpy as jnp
       >>> kernel, bias = pad_classes(jnp.ones((5, 2)), jnp.zeros(5), num_shards=4)
@@ -209,9 +196,6 @@ def prior_bias(num_classes: int) -> float:
 
     Args:
       num_classes: The number of classes k, at least 2.
-
-    Returns:
-      The start value for `ClassHead.bias_init`.
 
     Examples:
       >>> round(prior_bias(1001), 4)

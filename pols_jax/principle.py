@@ -30,9 +30,6 @@ def separation_margin(
     Returns:
       The margin, shape ``[]``. The principle holds when it is positive. A label outside ``[0, k)`` gives NaN.
 
-    Raises:
-      ValueError: if the set is empty.
-
     Examples:
       >>> import jax.numpy as jnp
       >>> separation_margin(jnp.array([[2.0, 1.0], [-2.0, -1.0]]), jnp.array([0, 1]))
@@ -49,9 +46,6 @@ def holds(logits: Float[Array, "examples classes"], labels: Int[Array, " example
     Args:
       logits: Logits, shape ``[n, k]``.
       labels: True classes in ``[0, k)``, integers, shape ``[n]``.
-
-    Returns:
-      A boolean, shape ``[]``.
 
     Examples:
       >>> import jax.numpy as jnp

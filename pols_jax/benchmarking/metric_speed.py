@@ -1,6 +1,5 @@
 """Exact AUPRC and precision at recall of every class, against scikit-learn and torchmetrics."""
 
-import warnings
 from collections.abc import Callable, Sequence
 
 import jax
@@ -85,7 +84,7 @@ def metric_variants(
     ]
     if with_torch and scores.shape[1] > 1:
         torchmetrics = torch_peer.metrics_call(scores, labels, recall=_RECALLS[0])
-        variants.append(Variant("torchmetrics", _quiet(torchmetrics), case))
+        variants.append(Variant("torchmetrics", torchmetrics, case))
     return variants
 
 
@@ -110,13 +109,3 @@ def _check_same(ours, theirs):
         # Ours are sums of float32 numbers.
         if not jnp.allclose(our_values[: len(their_values)], their_values, atol=1e-5, equal_nan=True):
             raise ProgramError("This library's metrics and scikit-learn's differ.")
-
-
-def _quiet(call):
-    """Without the warnings of torchmetrics about every class without examples."""
-
-    def quiet(number):
-        with warnings.catch_warnings(action="ignore"):
-            return call(number)
-
-    return quiet

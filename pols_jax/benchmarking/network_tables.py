@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from pols_jax.benchmarking.records import Record
 from pols_jax.benchmarking.speed_tables import ratio, time_cell
@@ -25,11 +24,6 @@ def network_tables(record: Record) -> list[Table]:
 
         return find
 
-    def times(
-        find: Callable[[Measurement], Measurement | None], base: Any
-    ) -> Callable[[Measurement], float | None]:
-        return lambda m: ratio(find(m), base(m))
-
     forward, step, loop = other("forward_auto"), other("step_auto"), other("steps_in_loop")
     names = [
         Column("network", lambda m: m.case["network"]),
@@ -48,8 +42,8 @@ def network_tables(record: Record) -> list[Table]:
         return [
             Column("XLA's convolutions, ms", lambda m: time_cell(other(xla)(m))),
             Column("PyTorch, ms", lambda m: time_cell(other(torch)(m))),
-            Column("ours / XLA's", times(ours, other(xla)), "{:.2f}"),
-            Column("ours / PyTorch", times(ours, other(torch)), "{:.2f}"),
+            Column("ours / XLA's", lambda m: ratio(ours(m), other(xla)(m)), "{:.2f}"),
+            Column("ours / PyTorch", lambda m: ratio(ours(m), other(torch)(m)), "{:.2f}"),
             Column("memory, against XLA's", memory),
         ]
 
@@ -64,34 +58,32 @@ def network_tables(record: Record) -> list[Table]:
         Column("alone, ms", lambda m: time_cell(step(m))),
         *against("step_xla", "torch_step", loop),
     ]
+
+    def table_of(variant: str, title: str, columns: list[Column]) -> Table:
+        return Table.of(title, columns, [m for m in record.measurements if m.variant == variant])
+
     tables = [
-        Table.of(
-            "Forward pass, images to features",
-            forwards,
-            [m for m in record.measurements if m.variant == "forward_auto"],
-        ),
-        Table.of("Training step", steps, [m for m in record.measurements if m.variant == "step_auto"]),
+        table_of("forward_auto", "Forward pass, images to features", forwards),
+        table_of("step_auto", "Training step", steps),
     ]
     return [table for table in tables if table.rows]
 
 
 def convolution_tables(record: Record) -> list[Table]:
     """One table for each program; one row for every layer and batch size, one column for every form."""
-
-    def find(form: str, m: Measurement) -> Measurement | None:
-        return record.find(form, **m.case)
+    forms = ("xla", "im2col", "winograd")
 
     def fastest(m: Measurement) -> float | None:
-        forms = [find(form, m) for form in ("xla", "im2col", "winograd")]
-        return ratio(m, min((form for form in forms if form), key=lambda form: form.median_ms, default=None))
+        found = [measured for form in forms if (measured := record.find(form, **m.case))]
+        return ratio(m, min(found, key=lambda measured: measured.median_ms, default=None))
 
     columns = [
         Column("layer", lambda m: m.case["layer"]),
         Column("batch", lambda m: m.case["batch_size"]),
         Column("the table's form, ms", time_cell),
         *(
-            Column(f"{form}, ms", lambda m, form=form: time_cell(find(form, m)))
-            for form in ("xla", "im2col", "winograd")
+            Column(f"{form}, ms", lambda m, form=form: time_cell(record.find(form, **m.case)))
+            for form in forms
         ),
         Column("the table's / fastest", fastest, "{:.2f}"),
     ]

@@ -1,5 +1,6 @@
 """Records: what was measured, where and with which command, as JSON that is readable at any moment of the run."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -170,10 +171,8 @@ def describe_environment(devices: Sequence[Any], *, command: Sequence[str] = ())
 def _versions() -> dict[str, str]:
     found = {}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -36,16 +36,7 @@ PAPER_SPEED_UPS = {
 
 
 def speed_tables(record: Record) -> list[Table]:
-    """Makes the tables of a record, finished or not.
-
-    Args:
-      record: The record.
-
-    Returns:
-      The tables of its benchmark.
-
-    Raises:
-      ConfigError: if ``pols bench`` has no such benchmark.
+    """Makes the tables of a record, finished or not; a `ConfigError` if ``pols bench`` has no such benchmark.
 
     Examples:
       >>> from pols_jax.tables import to_markdown

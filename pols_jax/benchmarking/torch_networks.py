@@ -4,6 +4,7 @@ Every module has the name that its Flax counterpart has, so that weights are car
 project: it is imported when `torch_network` is called.
 """
 
+import collections
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,10 +42,7 @@ class _Builder:
         return builders[name]()
 
     def chain(self, modules: Mapping[str, Any]):
-        sequence = self.nn.Sequential()
-        for name, module in modules.items():
-            sequence.add_module(name, module)
-        return sequence
+        return self.nn.Sequential(collections.OrderedDict(modules))
 
     def conv(self, params, stride=1, padding: Any = 0):
         size = params["kernel"].shape

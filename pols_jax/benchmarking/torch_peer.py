@@ -4,6 +4,7 @@ PyTorch is no dependency of the project: it is imported when one of these functi
 """
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,9 +34,8 @@ def head_variants(
     ``AdaptiveLogSoftmaxWithLoss`` is PyTorch's own answer to many classes. Asked for the log-probability of one class it
     computes its head, one sixty-fourth of the classes, and the cluster which holds the class.
     """
-    torch = _torch()
+    torch, device = _torch_on(platform)
     F = torch.nn.functional  # noqa: N806  # as all of PyTorch's users call it
-    device = "cuda" if platform == "gpu" and torch.cuda.is_available() else "cpu"
     num_classes, num_features = kernel.shape
     inputs, weight, offset = (_tensor(array).to(device) for array in (features, kernel, bias))
     inputs = inputs.to(weight.dtype)
@@ -62,8 +62,7 @@ def forward_call(
     network: str, variables: Mapping[str, Any], images: np.ndarray, *, platform: str
 ) -> Callable[[int], Any]:
     """Makes the forward pass of a network in evaluation mode: channels-last, without the records that gradients need."""
-    torch = _torch()
-    device = "cuda" if platform == "gpu" and torch.cuda.is_available() else "cpu"
+    torch, device = _torch_on(platform)
     module = torch_network(network, variables).to(device)
     inputs = _channels_last(images).to(device)
 
@@ -85,8 +84,7 @@ def step_call(
     platform: str,
 ) -> Callable[[int], Any]:
     """Makes a training step of a classifier with the given variables: channels-last, cross-entropy, SGD with momentum."""
-    torch = _torch()
-    device = "cuda" if platform == "gpu" and torch.cuda.is_available() else "cpu"
+    torch, device = _torch_on(platform)
     parts = {name: tree["backbone"] for name, tree in variables.items() if "backbone" in tree}
     head = variables["params"]["head"]
     linear = torch.nn.Linear(head["kernel"].shape[1], head["kernel"].shape[0])
@@ -109,9 +107,8 @@ def loss_variants(
     logits: np.ndarray, labels: np.ndarray, *, num_noise: int, platform: str
 ) -> dict[str, Callable[[int], Any]]:
     """Makes value and gradient of the seven losses in PyTorch: its own functions where there are any."""
-    torch = _torch()
+    torch, device = _torch_on(platform)
     F = torch.nn.functional  # noqa: N806  # as all of PyTorch's users call it
-    device = "cuda" if platform == "gpu" and torch.cuda.is_available() else "cpu"
     z = torch.from_numpy(logits).to(device).requires_grad_()
     y = torch.from_numpy(labels.astype(np.int64)).to(device)
     num_examples, num_classes = z.shape
@@ -178,12 +175,13 @@ def metrics_call(scores: np.ndarray, labels: np.ndarray, *, recall: float) -> Ca
     num_classes = scores.shape[1]
 
     def call(_):
-        average_precision = classification.multiclass_average_precision(
-            probabilities, targets, num_classes, average="none", thresholds=None
-        )
-        precision, _ = classification.multiclass_precision_at_fixed_recall(
-            probabilities, targets, num_classes, min_recall=recall, thresholds=None
-        )
+        with warnings.catch_warnings(action="ignore"):  # it warns about every class without examples
+            average_precision = classification.multiclass_average_precision(
+                probabilities, targets, num_classes, average="none", thresholds=None
+            )
+            precision, _ = classification.multiclass_precision_at_fixed_recall(
+                probabilities, targets, num_classes, min_recall=recall, thresholds=None
+            )
         return average_precision, precision
 
     return call
@@ -197,6 +195,12 @@ def _torch() -> Any:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     return torch
+
+
+def _torch_on(platform: str) -> tuple[Any, str]:
+    """PyTorch, and the name that it has for the device of a platform of JAX."""
+    torch = _torch()
+    return torch, "cuda" if platform == "gpu" and torch.cuda.is_available() else "cpu"
 
 
 def _tensor(array: np.ndarray) -> Any:

@@ -8,8 +8,6 @@ from pols_jax import __version__
 from pols_jax.cli.running import run
 from pols_jax.errors import ConfigError, unknown_name
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS = {
     "train": ("train", "train networks whose single logits can be trusted, and compare them"),
     "eval": ("evaluate", "measure trained networks with one logit and with all logits"),

@@ -23,8 +23,6 @@ from pols_jax.cli.running import announce
 from pols_jax.errors import ConfigError, unknown_name
 from pols_jax.files import check_directory, check_writable, write_text
 
-__all__ = ["BENCHMARKS", "Report", "main"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
@@ -63,7 +61,7 @@ pols bench report speed.json                  # the tables of a record again
 GROUPS = {
     "what to measure": "preset networks program examples classes batch_size width convolutions batches repetitions "
     "max_scores programs dtype device num_devices peer",
-    "output": f"records {' '.join(OUTPUTS)} append",
+    "output": f"records {' '.join(OUTPUTS)}",
 }
 
 
@@ -134,14 +132,8 @@ def show(records: Sequence[Any], markdown: Path | None, figures: Path | None) ->
 
 
 def _page(verb: str, usage: str, kind: type) -> Page:
-    verbs = f"[{'|'.join(BENCHMARKS)}]" if verb == "logits" else verb
     about = (kind.__doc__ or "").partition("\n")[0]
-    return Page(
-        "pols bench" if verb == "logits" else f"pols bench {verb}",
-        f"{verbs} {usage}" if verb == "logits" else usage,
-        about,
-        EXAMPLES,
-        GROUPS,
-        more="pols bench losses --help, metrics --help and networks --help list the flags of the others."
-        * (verb == "logits"),
-    )
+    if verb != "logits":
+        return Page(f"pols bench {verb}", usage, about, EXAMPLES, GROUPS)
+    more = "pols bench losses --help, metrics --help and networks --help list the flags of the others."
+    return Page("pols bench", f"[{'|'.join(BENCHMARKS)}] {usage}", about, EXAMPLES, GROUPS, more)

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from pols_jax.data.array_cache import user_cache_dir
 
-__all__ = ["keep_compiled_programs"]
-
 # What is kept, in bytes; programs that were not used for the longest time go first.
 _MAX_BYTES = 2**30
 # To read a small program from the disk takes about as long as to compile it.

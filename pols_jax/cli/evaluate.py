@@ -1,7 +1,6 @@
 """``pols eval``: run directories -> the paper's Tables 1 and 2 on one screen."""
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -11,16 +10,14 @@ import tyro
 from pols_jax.cli.compiling import keep_compiled_programs
 from pols_jax.cli.flags import Page, parse
 from pols_jax.cli.loading import said_by_loaders
-from pols_jax.cli.running import announce, draws_bars
+from pols_jax.cli.running import HostFlags, announce, draws_bars
 from pols_jax.errors import RunError, unknown_name
 from pols_jax.files import check_directory, check_writable, write_json, write_text
 from pols_jax.settings import Count, check_settings
 
-__all__ = ["Flags", "main"]
-
 
 @dataclasses.dataclass(frozen=True)
-class Flags:
+class Flags(HostFlags):
     """Measure trained runs with one logit and with all logits.
 
     Attributes:
@@ -37,10 +34,6 @@ class Flags:
       batch_size: Images that go through the network together, at most.
       quiet: No progress bar.
       compilation_cache: Keep compiled programs for the next start.
-      coordinator: HOST:PORT of the first host, if several measure together; TPU pods and SLURM know it.
-      num_processes: How many hosts there are.
-      process_id: Which one this is, from 0.
-      host_timeout: How many seconds to wait for another host.
     """
 
     run_dirs: tyro.conf.Positional[tuple[Path, ...]] = ()
@@ -55,10 +48,6 @@ class Flags:
     batch_size: Count = 1024
     quiet: bool = False
     compilation_cache: bool = True
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-    host_timeout: float = 600.0
 
     def __post_init__(self):
         """Checks the values."""
@@ -84,20 +73,13 @@ pols eval runs/mine --markdown table.md --figures figures
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Evaluates what the flags name."""
-    flags = parse(Flags, sys.argv[1:] if arguments is None else arguments, PAGE)
+    flags = parse(Flags, arguments, PAGE)
     check_writable(flags.json, flags.markdown, flags.csv, flags.per_class)
     check_directory(flags.figures)
     announce("starting JAX ...")
     if flags.compilation_cache:
         keep_compiled_programs()
-    from pols_jax.training.hosts import joined
-
-    with joined(
-        coordinator=flags.coordinator,
-        num_processes=flags.num_processes,
-        process_id=flags.process_id,
-        timeout=flags.host_timeout,
-    ):
+    with flags.joined():
         measure(flags)
 
 

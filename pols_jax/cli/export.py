@@ -1,7 +1,6 @@
 """``pols export``: a trained network as files that JAX and NumPy can use without this package."""
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -11,8 +10,6 @@ import tyro
 from pols_jax.cli.flags import Page, parse
 from pols_jax.cli.running import announce
 from pols_jax.errors import ConfigError, shell_word
-
-__all__ = ["Flags", "main"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +49,7 @@ pols search exported photos --query "digit seven"        # an export is searched
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Exports what the flags name."""
-    flags = parse(Flags, sys.argv[1:] if arguments is None else arguments, PAGE)
+    flags = parse(Flags, arguments, PAGE)
     if flags.out is None:
         raise ConfigError("Say where to write it: --out DIR.")
     announce("starting JAX ...")

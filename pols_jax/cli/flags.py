@@ -11,6 +11,7 @@ import io
 import os
 import re
 import shutil
+import sys
 import textwrap
 import types
 import typing
@@ -23,8 +24,6 @@ import tyro
 from pols_jax.errors import ConfigError, unknown_name
 from pols_jax.schema import TYPE_WORDS
 from pols_jax.settings import check_text, check_value, flag, shown
-
-__all__ = ["Page", "given_flags", "help_page", "parse"]
 
 Settings = TypeVar("Settings")
 
@@ -48,9 +47,11 @@ class Page:
 
 
 def parse(
-    kind: type[Settings], words: Sequence[str], page: Page, *, default: Settings | None = None
+    kind: type[Settings], words: Sequence[str] | None, page: Page, *, default: Settings | None = None
 ) -> Settings:
     """Makes settings from the words of a command line; prints the help page and exits if that is asked for.
+
+    The words are those of the program's own command line if None.
 
     Examples:
       >>> @dataclasses.dataclass
@@ -62,6 +63,7 @@ def parse(
       Traceback (most recent call last):
       pols_jax.errors.ConfigError: There is no flag named '--stepps'; did you mean --steps? See: pols walk --help.
     """
+    words = sys.argv[1:] if words is None else words
     if "-h" in words or "--help" in words:
         print(help_page(kind, page, default))
         raise SystemExit(0)
@@ -118,9 +120,6 @@ def given_flags(kind: type, words: Sequence[str], page: Page) -> dict[str, list[
 
 def help_page(kind: type, page: Page, default: Any = None) -> str:
     """Writes the help of a command.
-
-    Returns:
-      Text of at most 100 columns.
 
     Examples:
       >>> @dataclasses.dataclass

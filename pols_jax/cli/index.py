@@ -14,8 +14,6 @@ from pols_jax.cli.flags import Page, parse
 from pols_jax.cli.running import announce, listed_paths
 from pols_jax.errors import ConfigError, printable, shell_word
 
-__all__ = ["Flags", "main"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
@@ -60,7 +58,7 @@ pols index photos.index --export parquet
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Brings an index up to date; returns 1 if files were skipped."""
-    flags = parse(Flags, sys.argv[1:] if arguments is None else arguments, PAGE)
+    flags = parse(Flags, arguments, PAGE)
     shard = _shard(flags.shard)
     announce("starting JAX ...")
     if flags.compilation_cache:

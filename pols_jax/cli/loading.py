@@ -13,8 +13,6 @@ from pols_jax.training.config import Experiment
 if TYPE_CHECKING:
     from pols_jax.data import Dataset, FolderListing, PictureSizes
 
-__all__ = ["check_start", "load_data", "said_by_loaders"]
-
 FOLDER = "folder:"
 
 # Where no bar can be drawn, a line is printed this often.

@@ -1,6 +1,7 @@
 """What the commands share: errors in one sentence, the exit codes, and what is said while one waits."""
 
 import contextlib
+import dataclasses
 import errno
 import io
 import logging
@@ -11,9 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from pols_jax.errors import DataWarning, Interrupted, PolsError, RunWarning, printable
 from pols_jax.signals import raised_signals
-
-__all__ = ["announce", "draws_bars", "listed_paths", "run"]
-
 
 # What the system refuses, whatever the program does.
 _SYSTEM_ERRORS = {
@@ -72,6 +70,34 @@ def _plain_warnings() -> Iterator[None]:
         yield
     finally:
         warnings.showwarning = shown
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostFlags:
+    """The flags of a command that several hosts run together.
+
+    Attributes:
+      coordinator: HOST:PORT of the first host; TPU pods and SLURM know it.
+      num_processes: How many hosts there are.
+      process_id: Which one this is, from 0.
+      host_timeout: How many seconds to wait for another host.
+    """
+
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    host_timeout: float = 600.0
+
+    def joined(self) -> contextlib.AbstractContextManager[None]:
+        """Waits until all hosts are there, and in the end until all are done."""
+        from pols_jax.training.hosts import joined
+
+        return joined(
+            coordinator=self.coordinator,
+            num_processes=self.num_processes,
+            process_id=self.process_id,
+            timeout=self.host_timeout,
+        )
 
 
 def announce(text: str) -> None:

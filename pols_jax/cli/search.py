@@ -18,8 +18,6 @@ from pols_jax.files import check_writable, write_bytes, write_json
 if TYPE_CHECKING:
     from pols_jax.search import ClassBank, FeatureIndex
 
-__all__ = ["Flags", "main"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
@@ -77,7 +75,7 @@ pols search runs/mine --list-classes "greek*letter"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Searches; returns 1 if files were skipped."""
-    flags = parse(Flags, sys.argv[1:] if arguments is None else arguments, PAGE)
+    flags = parse(Flags, arguments, PAGE)
     if not flags.query and flags.list_classes is None:
         raise ConfigError("Say what to look for: --query NAME.")
     announce("starting JAX ...")

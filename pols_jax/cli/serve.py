@@ -21,8 +21,6 @@ from pols_jax.settings import Range, check_settings
 if TYPE_CHECKING:
     from pols_jax.search.class_bank import ClassBank
 
-__all__ = ["Flags", "main"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
@@ -71,7 +69,7 @@ pols serve photos.index --folder camera --index camera.index --port 9000
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serves until a signal comes."""
-    flags = parse(Flags, sys.argv[1:] if arguments is None else arguments, PAGE)
+    flags = parse(Flags, arguments, PAGE)
     if not flags.sources:
         raise ConfigError("Say what to serve: pols serve RUN --folder FOLDER, or pols serve INDEX.")
     if flags.index is not None and flags.folder is None:

@@ -13,17 +13,15 @@ import tyro
 from pols_jax.cli.compiling import keep_compiled_programs
 from pols_jax.cli.flags import Page, given_flags, parse as parse_flags
 from pols_jax.cli.loading import FOLDER, check_start, load_data, said_by_loaders
-from pols_jax.cli.running import draws_bars
+from pols_jax.cli.running import HostFlags, draws_bars
 from pols_jax.errors import ConfigError, shell_word, unknown_name
 from pols_jax.files import check_writable
 from pols_jax.training.config import Experiment, RunOptions
 from pols_jax.training.presets import PRESETS
 
-__all__ = ["Flags", "main", "parse"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Flags:
+class Flags(HostFlags):
     """Train networks whose single logits can be trusted, and compare them.
 
     Attributes:
@@ -38,10 +36,6 @@ class Flags:
       evaluate: Measure the trained networks on the test split at the end.
       compilation_cache: Keep compiled programs for the next start.
       record: Write command, settings, versions, machine and measures to this file.
-      coordinator: HOST:PORT of the first host; TPU pods and SLURM know it.
-      num_processes: How many hosts there are.
-      process_id: Which one this is, from 0.
-      host_timeout: How many seconds to wait for another host.
     """
 
     preset: str = next(iter(PRESETS))
@@ -55,10 +49,6 @@ class Flags:
     evaluate: bool = True
     compilation_cache: bool = True
     record: Path | None = None
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-    host_timeout: float = 600.0
 
 
 PAGE = Page(
@@ -137,17 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     say("Starting JAX ...")
     if flags.compilation_cache:
         keep_compiled_programs()
-    from pols_jax.training.hosts import joined
-
-    with (
-        said_by_loaders(say, draws_bars=draws_bars(quiet=flags.options.quiet)),
-        joined(
-            coordinator=flags.coordinator,
-            num_processes=flags.num_processes,
-            process_id=flags.process_id,
-            timeout=flags.host_timeout,
-        ),
-    ):
+    with said_by_loaders(say, draws_bars=draws_bars(quiet=flags.options.quiet)), flags.joined():
         train(flags, say, arguments)
 
 
@@ -216,15 +196,8 @@ def train(flags: Flags, say: Callable[[str], None], arguments: Sequence[str]) ->
     if records:
         print_tables(slc_tables(records))
     best = max(outcomes, key=lambda outcome: outcome.validation.get("auprc", 0.0))
-    say(
-        next_steps(
-            run_dir,
-            [outcome.run_dir for outcome in outcomes],
-            best.run_dir,
-            dataset.class_names[0],
-            bool(records),
-        )
-    )
+    runs = [outcome.run_dir for outcome in outcomes]
+    say(next_steps(run_dir, runs, best.run_dir, dataset.class_names[0], bool(records)))
 
 
 def next_steps(run_dir: Path, runs: Sequence[Path], best: Path, class_name: str, are_evaluated: bool) -> str:

@@ -23,10 +23,7 @@ def find_augmentation(name: str, dataset: Dataset) -> Augment | None:
     Args:
       name: none, crop, crop-flip or distort; or auto, the data set's own. In runs of older versions it may be older:
         the data set's own in memory, crop-flip where it is streamed.
-      dataset: The data set.
-
-    Returns:
-      What `sample_batch` and `augment_batch` take; None for none.
+      dataset: The data set that it is for.
 
     Examples:
       >>> from pols_jax.data import load
@@ -53,9 +50,6 @@ def crop_pictures(
       keys: One random key per example, shape ``[m]``.
       images: uint8 pixels, shape ``[m, h, w, c]``.
       flip: Whether to mirror left and right, half of the time.
-
-    Returns:
-      Images, float32 in [-1, 1], shape ``[m, h, w, c]``.
 
     Examples:
       >>> keys = jax.random.split(jax.random.key(0), 4)
@@ -122,9 +116,6 @@ def augment_glyphs(
       max_shift: Largest shift of each axis, as a share of the image's size.
       max_noise: Largest amplitude of the uniform noise, where the pixels' range is 2.
 
-    Returns:
-      Images, float32 in [-1, 1], shape ``[m, h, w, c]``.
-
     Examples:
       >>> keys = jax.random.split(jax.random.key(0), 4)
       >>> jax.jit(augment_glyphs)(keys, jnp.zeros((4, 32, 32, 1), "uint8")).shape
@@ -134,7 +125,8 @@ def augment_glyphs(
     num_noise_words = -(-height * width * channels // 4)
     # One draw of all random bits per example: 6 words of geometry and strength, then four noise bytes a word.
     words = jax.vmap(lambda key: jax.random.bits(key, (6 + num_noise_words,), jnp.uint32))(keys)
-    angle, log_scale_y, log_scale_x, shift_y, shift_x, strength = _uniform(words[:, :6]).T
+    uniform = words[:, :6].astype(jnp.float32) * 2.0**-31 - 1.0  # in [-1, 1)
+    angle, log_scale_y, log_scale_x, shift_y, shift_x, strength = uniform.T
     matrix, offset = _inverse_affine(
         angle=angle * max_rotation,
         scale=jnp.exp(jnp.stack([log_scale_y, log_scale_x], axis=-1) * max_log_scale),
@@ -147,11 +139,6 @@ def augment_glyphs(
     amplitude = ((strength + 1.0) * (0.5 * max_noise)).reshape(num_examples, 1, 1, 1)
     noisy = warped / 127.5 - 1.0 + jnp.broadcast_to(amplitude, noise.shape) * noise
     return jnp.clip(noisy, -1.0, 1.0)
-
-
-def _uniform(words: UInt32[jax.Array, "..."]) -> Float[jax.Array, "..."]:
-    """Turns random words into uniform numbers in [-1, 1)."""
-    return words.astype(jnp.float32) * 2.0**-31 - 1.0
 
 
 def _inverse_affine(*, angle, scale, shift, center):

@@ -21,9 +21,6 @@ Augment: TypeAlias = Callable[
 ]
 """Maps one random key per example and uint8 images to float32 images in [-1, 1]."""
 
-EncodedImage: TypeAlias = str | bytes
-"""The path of an image file, or the contents of one."""
-
 DEFAULT_MAX_BYTES = 2 * 2**30
 """Data sets whose decoded images are larger are streamed: what a small accelerator can hold beside a network."""
 
@@ -89,7 +86,8 @@ class StreamSplit:
     """A split whose images are read and decoded while it is used.
 
     Attributes:
-      records: Random access to (encoded image, label) pairs; pickled to the worker processes.
+      records: Random access to (image, label) pairs; pickled to the worker processes. An image is the path of its file, or
+        the contents.
       image_shape: Height, width and channels that images are decoded to.
 
     Examples:
@@ -98,7 +96,7 @@ class StreamSplit:
       2
     """
 
-    records: Sequence[tuple[EncodedImage, int]]
+    records: Sequence[tuple[str | bytes, int]]
     image_shape: tuple[int, int, int]
 
     def __len__(self) -> int:
@@ -171,9 +169,6 @@ def scale_pixels(images: UInt8[jax.Array | np.ndarray, "..."]) -> Float[jax.Arra
 
     Args:
       images: uint8 pixels, shape ``[..., h, w, c]``.
-
-    Returns:
-      The same shape, float32; 0 becomes -1 and 255 becomes 1.
 
     Examples:
       >>> scale_pixels(np.array([0, 255], np.uint8)).tolist()

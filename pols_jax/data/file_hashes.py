@@ -20,18 +20,8 @@ _KEY_BYTES, _HASH_BYTES = 16, 32
 _SETTLED_SECONDS = 2.0
 
 
-def file_hash(data: bytes) -> str:
-    """Returns the SHA-256 of the contents of a file, in hexadecimal digits.
-
-    Examples:
-      >>> file_hash(b"")[:8]
-      'e3b0c442'
-    """
-    return hashlib.sha256(data).hexdigest()
-
-
 def file_hashes(root: str, files: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Hashes the contents of files in groups, and reads only those that were not hashed before or have changed.
+    """Returns the SHA-256 of files in groups, and reads only those that were not hashed before or have changed.
 
     The hash of a file that cannot be read is empty. The cache is kept for the folder ``root``.
 
@@ -44,7 +34,9 @@ def file_hashes(root: str, files: Mapping[str, Sequence[str]]) -> dict[str, list
     """
     name = f"hashes-{array_cache.fingerprint(os.path.realpath(root))}"
     directories = [array_cache.user_cache_dir()]
-    known = _known(array_cache.read_arrays(name, directories))
+    cached = array_cache.read_arrays(name, directories) or {"keys": (), "hashes": ()}
+    pairs = zip(cached["keys"], cached["hashes"], strict=True)
+    known = {key.tobytes(): value.tobytes() for key, value in pairs}
     latest = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
     settled: dict[bytes, bytes] = {}
 
@@ -54,7 +46,7 @@ def file_hashes(root: str, files: Mapping[str, Sequence[str]]) -> dict[str, list
             times = (status.st_mtime_ns, status.st_ctime_ns)
             identity = (os.path.abspath(path), status.st_size, *times, status.st_dev, status.st_ino)
             key = hashlib.sha256(repr(identity).encode("utf-8", "backslashreplace")).digest()[:_KEY_BYTES]
-            digest = known[key].hex() if key in known else file_hash(read_bytes(path))
+            digest = known[key].hex() if key in known else hashlib.sha256(read_bytes(path)).hexdigest()
         except OSError:
             return ""
         if max(times) < latest:
@@ -66,20 +58,7 @@ def file_hashes(root: str, files: Mapping[str, Sequence[str]]) -> dict[str, list
         every = counted(threads.map(hash_one, itertools.chain(*files.values())), "Reading", total)
         hashes = {group: list(itertools.islice(every, len(paths))) for group, paths in files.items()}
     if settled.keys() - known.keys():
-        array_cache.write_arrays(
-            name,
-            {
-                "keys": np.frombuffer(b"".join(settled), np.uint8).reshape(-1, _KEY_BYTES),
-                "hashes": np.frombuffer(b"".join(settled.values()), np.uint8).reshape(-1, _HASH_BYTES),
-            },
-            directories,
-        )
+        keys = np.frombuffer(b"".join(settled), np.uint8).reshape(-1, _KEY_BYTES)
+        values = np.frombuffer(b"".join(settled.values()), np.uint8).reshape(-1, _HASH_BYTES)
+        array_cache.write_arrays(name, {"keys": keys, "hashes": values}, directories)
     return hashes
-
-
-def _known(arrays: array_cache.Arrays | None) -> dict[bytes, bytes]:
-    if arrays is None:
-        return {}
-    return {
-        key.tobytes(): value.tobytes() for key, value in zip(arrays["keys"], arrays["hashes"], strict=True)
-    }

@@ -92,9 +92,6 @@ def list_folder(path: str | Path) -> FolderListing:
       path: Directory with train/ and test/, optionally val/, and in each a folder per class; or with the folders of the
         classes alone.
 
-    Raises:
-      DataError: if it is not such a folder, or has no pictures.
-
     Examples:
       >>> list_folder("no/such/folder")
       Traceback (most recent call last):
@@ -182,9 +179,6 @@ def split_by_content(
       records: Paths and labels, by class.
       hashes: Of each file, in hexadecimal digits.
       num_classes: The number of classes.
-
-    Returns:
-      Records and hashes by split, in their order.
 
     Examples:
       >>> splits, _ = split_by_content([("a", 0), ("b", 0), ("c", 0)], ["80", "05", "f0"], 1)

@@ -26,7 +26,7 @@ from pols_jax.data.dataset import (
     check_image_size,
     num_bytes,
 )
-from pols_jax.data.file_hashes import file_hash, file_hashes
+from pols_jax.data.file_hashes import file_hashes
 from pols_jax.data.folder_listing import (
     ALL,
     FolderListing,
@@ -60,12 +60,6 @@ def load_folder(
       channels: 3 for color, 1 for gray; by default 1 if no picture has color.
       max_bytes: Decoded images of at most this size together are kept in memory, larger sets are streamed.
 
-    Returns:
-      The data set; classes are the folders of train/ in alphabetical order.
-
-    Raises:
-      DataError: if a folder is missing or empty, or has a class that train/ has not, or pictures cannot have that size.
-
     Examples:
       >>> import tempfile, PIL.Image
       >>> with tempfile.TemporaryDirectory() as folder:
@@ -96,9 +90,6 @@ def load_listing(
       listing: What to load.
       image_shape: Height, width and channels that pictures are fitted to.
       max_bytes: Decoded images of at most this size together are kept in memory, larger sets are streamed.
-
-    Raises:
-      DataError: if a split has no pictures that can be used.
 
     Examples:
       >>> import tempfile, PIL.Image
@@ -183,10 +174,11 @@ def _decoded(
             data = read_bytes(path)
         except OSError as error:
             return f"{printable(path)} cannot be read: {error.strerror}", ""
+        digest = hashlib.sha256(data).hexdigest()
         try:
-            return decode_image(data, image_shape, name=path), file_hash(data)
+            return decode_image(data, image_shape, name=path), digest
         except ImageError as error:
-            return str(error), file_hash(data)
+            return str(error), digest
 
     paths = [path for files in records.values() for path, _ in files]
     splits, hashes = {}, {}

@@ -1,12 +1,13 @@
 """Reading typefaces from font files and drawing their characters as small bitmaps."""
 
 import dataclasses
+import functools
 import glob
 import hashlib
 import io
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,6 @@ def read_faces(paths: Iterable[str | Path]) -> list[Face]:
 
     Args:
       paths: TrueType or OpenType files, or patterns such as "/usr/share/fonts/opentype/noto/*CJK*.ttc".
-
-    Raises:
-      DataError: if a file cannot be read, or two faces have one name.
 
     Examples:
       >>> read_faces(dejavu_paths()[:1])[0].name
@@ -133,19 +131,22 @@ def render(face: Face, characters: Sequence[int], size: int) -> UInt8[np.ndarray
     Returns:
       Bitmaps, uint8, shape ``[characters, size, size]``; all zero where a character leaves no ink.
 
-    Raises:
-      DataError: if the outlines of a character are damaged.
-
     Examples:
       >>> render(read_faces(dejavu_paths()[:1])[0], [ord("A"), ord(" ")], 32).any(axis=(1, 2)).tolist()
       [True, False]
     """
     room = size - 2 * max(1, round(_MARGIN * size))
     bitmaps = np.zeros((len(characters), size, size), np.uint8)
-    fonts: dict[int, ImageFont.FreeTypeFont] = {}
+
+    @functools.cache
+    def font_of(text_size: int) -> ImageFont.FreeTypeFont:
+        # The basic layout does not depend on whether Raqm is installed.
+        layout = ImageFont.Layout.BASIC
+        return ImageFont.truetype(str(face.path), text_size, index=face.index, layout_engine=layout)
+
     for bitmap, character in zip(bitmaps, characters, strict=True):
         try:
-            ink = _fitting_ink(face, character, max(1, round(_TEXT_SIZE * size)), room, fonts)
+            ink = _fitting_ink(font_of, chr(character), max(1, round(_TEXT_SIZE * size)), room)
         except Exception as error:  # FreeType's errors come as OSError, Pillow's as several others
             raise _unusable(face.path, f"cannot draw U+{character:04X}", error) from error
         if ink is not None:
@@ -155,16 +156,11 @@ def render(face: Face, characters: Sequence[int], size: int) -> UInt8[np.ndarray
 
 
 def _fitting_ink(
-    face: Face, character: int, text_size: int, room: int, fonts: dict[int, ImageFont.FreeTypeFont]
+    font_of: Callable[[int], ImageFont.FreeTypeFont], character: str, text_size: int, room: int
 ) -> UInt8[np.ndarray, "height width"] | None:
-    """Draws a character as large as the text size and the room allow; fonts of other sizes are kept in `fonts`."""
+    """Draws a character as large as the text size and the room allow."""
     while text_size:
-        if text_size not in fonts:
-            # The basic layout does not depend on whether Raqm is installed.
-            fonts[text_size] = ImageFont.truetype(
-                str(face.path), text_size, index=face.index, layout_engine=ImageFont.Layout.BASIC
-            )
-        ink = _ink(fonts[text_size], chr(character))
+        ink = _ink(font_of(text_size), character)
         if ink is None or max(ink.shape) <= room:
             return ink
         text_size = min(text_size - 1, text_size * room // max(ink.shape))

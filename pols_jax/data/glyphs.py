@@ -61,28 +61,18 @@ def load_glyphs(
     Returns:
       The data set; images have shape ``[image_size, image_size, 1]``, ink 255 on 0.
 
-    Raises:
-      DataError: if a font cannot be used, or the faces, characters, sizes or classes asked for cannot be had.
-
     Examples:
       >>> load_glyphs(characters="0030-0039").class_names[:2]
       ('DIGIT ZERO', 'DIGIT ONE')
     """
-    for option, value in {
-        "fonts": fonts,
-        "train_faces": train_faces,
-        "validation_faces": validation_faces,
-        "test_faces": test_faces,
-    }.items():
+    patterns = {"train": train_faces, "validation": validation_faces, "test": test_faces}
+    lists = {"fonts": fonts, **{f"{split}_faces": names for split, names in patterns.items()}}
+    for option, value in lists.items():
         if isinstance(value, str):
             raise DataError(f"The option {option} must be a list, not the single string {value!r}.")
     check_image_size(image_size, smallest=_LEGIBLE)
     image_size = int(image_size)
-    faces_of_split = _split_faces(
-        read_faces(fonts or dejavu_paths()),
-        {"train": train_faces, "validation": validation_faces, "test": test_faces},
-        is_dejavu=not fonts,
-    )
+    faces_of_split = _split_faces(read_faces(fonts or dejavu_paths()), patterns, is_dejavu=not fonts)
     used = [face for split in faces_of_split.values() for face in split]
     common = _common_characters(used, None if characters is None else parse_ranges(characters))
     needed = num_bytes((len(used), len(common), image_size, image_size))

@@ -38,9 +38,6 @@ _TURNS = {
 _PILLOW = r"PIL\."
 _SILENCE = ("ignore", None, Warning, re.compile(_PILLOW), 0)
 
-Box = tuple[float, float, float, float]
-"""Left, top, right and bottom of a part of a picture, in pixels."""
-
 
 def decode_image(
     source: str | Path | bytes,
@@ -61,9 +58,6 @@ def decode_image(
       image_shape: Height, width and channels (1 or 3).
       name: What an error calls the picture; by default its path or its size.
       max_pixels: A picture that says it has more is refused before it is decoded.
-
-    Returns:
-      Pixels, uint8, shape ``[h, w, c]``.
 
     Raises:
       ImageError: if it cannot be decoded, whatever the reason; the message names the file.
@@ -101,12 +95,6 @@ def decode_thumbnail(
       largest: The most pixels that a side may have.
       max_pixels: As for `decode_image`.
 
-    Returns:
-      Pixels in color, uint8, shape ``[h, w, 3]``.
-
-    Raises:
-      ImageError: if it cannot be decoded, whatever the reason; the message names the file.
-
     Examples:
       >>> file = io.BytesIO()
       >>> Image.new("L", (400, 300), 255).save(file, "PNG")
@@ -120,11 +108,8 @@ def decode_thumbnail(
         return np.asarray(image, np.uint8)
 
 
-def central_box(size: tuple[int, int], target: tuple[int, int]) -> Box:
-    """Finds the largest central part of a picture that has the proportions of a target.
-
-    Returns:
-      The part; never outside of the picture.
+def central_box(size: tuple[int, int], target: tuple[int, int]) -> tuple[float, float, float, float]:
+    """Finds the largest central part of a picture that has the proportions of a target: left, top, right and bottom.
 
     Examples:
       >>> central_box((40, 30), (28, 28))
@@ -133,10 +118,7 @@ def central_box(size: tuple[int, int], target: tuple[int, int]) -> Box:
     scale = min(size[0] / target[0], size[1] / target[1])
     # Rounding can make scale * target a little larger than the side that it should equal.
     width, height = (min(scale * side, whole) for side, whole in zip(target, size, strict=True))
-    return _box_at((size[0] - width) / 2, (size[1] - height) / 2, width, height, size)
-
-
-def _box_at(left: float, top: float, width: float, height: float, size: tuple[int, int]) -> Box:
+    left, top = (size[0] - width) / 2, (size[1] - height) / 2
     return left, top, min(left + width, size[0]), min(top + height, size[1])
 
 

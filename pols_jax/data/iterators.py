@@ -18,11 +18,10 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int, UInt8
 
 from pols_jax.data.dataset import ArraySplit, Batch, Split, StreamSplit, network_input, scale_pixels
 from pols_jax.data.images import decode_image
@@ -104,9 +103,6 @@ def stream_batches(
       This host's m / process_count rows (NumPy, uint8 pixels) of the global batch of each step. A picture that cannot
       be decoded is masked, with a `DataWarning` that names it.
 
-    Raises:
-      WorkerError: if a worker process died.
-
     Examples:
       >>> import tempfile, PIL.Image
       >>> with tempfile.NamedTemporaryFile(suffix=".png") as file:
@@ -150,9 +146,6 @@ def prefetch_to_device(
       size: Number of batches on the device at a time; 2 hides the transfer.
       put: Starts a transfer without waiting for it; give one that shards or reshapes where needed.
 
-    Yields:
-      The same batches on the device.
-
     Examples:
       >>> [int(x) for x in prefetch_to_device(np.arange(3))]
       [0, 1, 2]
@@ -173,24 +166,18 @@ def _rows_in_order(
     return StepRows(example=np.minimum(position, num_examples - 1), where=position < num_examples, row=row)
 
 
-class _DecodedBatch(NamedTuple):
-    """A batch as a worker sends it: pixels are four times smaller as uint8."""
-
-    images: UInt8[np.ndarray, "rows height width channels"]
-    labels: Int[np.ndarray, "rows"]
-    where: Bool[np.ndarray, "rows"]
-    broken: list[str]
-
-
 @dataclasses.dataclass(frozen=True)
 class _BatchReader:
-    """Reads and decodes one host's rows of the batch with a given number."""
+    """Reads and decodes one host's rows of the batch with a given number; and says what could not be decoded.
+
+    Pixels stay uint8: they are four times smaller to send.
+    """
 
     split: StreamSplit
     plan: Callable[[int], StepRows]
     reads_padding: bool = False  # batch statistics look at padding in training; in evaluation nothing does
 
-    def __call__(self, step: int) -> _DecodedBatch:
+    def __call__(self, step: int) -> tuple[Batch, list[str]]:
         rows = self.plan(step)
         images = np.zeros((len(rows.row), *self.split.image_shape), np.uint8)
         labels, where, broken = np.zeros(len(rows.row), np.int32), rows.where.copy(), []
@@ -203,7 +190,7 @@ class _BatchReader:
             except ImageError as error:
                 where[i] = False
                 broken.append(f"Record {example}: {error}")
-        return _DecodedBatch(images, labels, where, broken)
+        return Batch(images, labels, where), broken
 
 
 def _prepare_worker(worker_index: int, worker_count: int) -> None:
@@ -247,11 +234,11 @@ def _stream(read: _BatchReader, steps: range, num_workers: int) -> Generator[Bat
     source: Any = iter(batches)
     try:
         # Arrays of a worker are copied out of the memory that it shares, and dropped: JAX may keep a batch for long.
-        for images, labels, where, broken in map(_copied, source) if num_workers else source:
+        for batch, broken in map(_copied, source) if num_workers else source:
             for message in set(broken) - reported:
                 reported.add(message)
                 warnings.warn(f"{message} It is masked ({len(reported)} so far).", DataWarning, stacklevel=2)
-            yield Batch(images=images, labels=labels, where=where)
+            yield batch
     except RuntimeError as error:
         if died := re.search(r"terminated unexpectedly with exit code (-?\d+)", str(error)):
             raise WorkerError(
@@ -263,8 +250,9 @@ def _stream(read: _BatchReader, steps: range, num_workers: int) -> Generator[Bat
         source.close()
 
 
-def _copied(batch: _DecodedBatch) -> _DecodedBatch:
-    return _DecodedBatch(*map(np.array, batch[:3]), broken=batch.broken)
+def _copied(element: tuple[Batch, list[str]]) -> tuple[Batch, list[str]]:
+    batch, broken = element
+    return Batch(*map(np.array, batch)), broken
 
 
 def _close(streams: Iterable[Generator[Batch]]) -> None:

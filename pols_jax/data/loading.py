@@ -23,22 +23,12 @@ def load(name: str, **options: Any) -> Dataset:
         "imagenet2012", "omniglot", ...); "folder:PATH"; or, for benchmarks, "synthetic:K" with K classes.
       **options: Options of that data set: see `load_glyphs`, `load_tfds`, `load_folder` and `load_synthetic`.
 
-    Returns:
-      The data set.
-
-    Raises:
-      DataError: if there is no such data set or option, or the data cannot be had.
-
     Examples:
       >>> load("glyphs", characters="0030-0039").num_classes
       10
     """
     loader = _loader(name, options.get("data_dir"))
-    known = [
-        parameter.name
-        for parameter in inspect.signature(loader).parameters.values()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    ]
+    known = inspect.getfullargspec(loader).kwonlyargs
     if unknown := sorted(set(options) - set(known)):
         raise DataError(
             f"The data set {printable(name)} has no option {', '.join(unknown)}; it has: {', '.join(known)}."

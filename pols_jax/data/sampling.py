@@ -27,13 +27,8 @@ def steps_per_epoch(num_examples: int, batch_size: int) -> int:
     return -(-num_examples // batch_size)
 
 
-def rows_per_shard(batch_size: int, num_shards: int) -> int:
-    """Returns the number of rows of a global batch that each of `num_shards` devices or hosts gets.
-
-    Examples:
-      >>> rows_per_shard(256, 8)
-      32
-    """
+def _rows_per_shard(batch_size: int, num_shards: int) -> int:
+    """Returns the number of rows of a global batch that each of `num_shards` devices or hosts gets."""
     if batch_size % num_shards:
         raise ValueError(
             f"batch_size {batch_size} is not a multiple of the {num_shards} shards it is split over"
@@ -50,7 +45,7 @@ def host_rows(
       >>> host_rows(8, 1, 2).tolist(), host_rows(8, [0, 2], 4).tolist()
       ([4, 5, 6, 7], [0, 1, 4, 5])
     """
-    rows = rows_per_shard(batch_size, process_count)
+    rows = _rows_per_shard(batch_size, process_count)
     return (rows * np.atleast_1d(process_index)[:, None] + np.arange(rows)).reshape(-1)
 
 
@@ -82,9 +77,6 @@ def sample_batch(
       shard: Index of this shard, may be traced (`jax.lax.axis_index`).
       num_shards: The number of shards ``N``, must divide ``m``.
 
-    Returns:
-      A batch of ``m / N`` rows.
-
     Examples:
       >>> images, labels = jnp.zeros((10, 8, 8, 1), "uint8"), jnp.arange(10)
       >>> batches = [sample_batch(images, labels, step, seed=0, batch_size=4) for step in range(3)]
@@ -92,7 +84,7 @@ def sample_batch(
       [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
     num_examples = len(labels)
-    rows = rows_per_shard(batch_size, num_shards)
+    rows = _rows_per_shard(batch_size, num_shards)
     step, shard = jnp.asarray(step, jnp.int32), jnp.asarray(shard, jnp.int32)
     epoch_steps = steps_per_epoch(num_examples, batch_size)
     row = shard * rows + jnp.arange(rows)
@@ -120,9 +112,6 @@ def augment_batch(
       seed: Seed of the run.
       augment: As in `sample_batch`.
       shard: Index of this shard, may be traced.
-
-    Returns:
-      The batch with float32 images in [-1, 1].
 
     Examples:
       >>> batch = Batch(np.zeros((2, 8, 8, 1), np.uint8), np.array([3, 0], np.int32), np.array([True, True]))
@@ -167,9 +156,6 @@ def step_rows(
     process_count: int = 1,
 ) -> StepRows:
     """Lists the examples that `sample_batch` draws at a step, on the host.
-
-    Returns:
-      This host's m / process_count rows of the global batch.
 
     Examples:
       >>> step_rows(10, 2, seed=0, batch_size=4).where

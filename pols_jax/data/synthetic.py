@@ -10,8 +10,6 @@ from jaxtyping import Int
 from pols_jax.data.dataset import ArraySplit, Dataset, check_image_size
 from pols_jax.errors import DataError
 
-__all__ = ["load_synthetic"]
-
 _CLASSES_WITH_PICTURES = 4096
 _TRAINING_PICTURES = 2**14
 # Noise of up to a quarter of the range on every pixel.
@@ -28,9 +26,6 @@ def load_synthetic(num_classes: int | str, *, image_size: int = 16) -> Dataset:
 
     Returns:
       About 16,000 pictures to learn from; to validate and to test, one of every class that has pictures.
-
-    Raises:
-      DataError: if that is no number of classes.
 
     Examples:
       >>> dataset = load_synthetic(1_000_000)

@@ -8,7 +8,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -35,22 +35,8 @@ _READ_AHEAD = 1000  # records
 _UNLABELED_TEST = ("imagenet2012",)
 
 
-class _Part(NamedTuple):
-    """Consecutive records of a tfds split."""
-
-    split: str
-    start: int
-    stop: int
-
-
-def data_directory(data_dir: str | Path | None = None) -> Path:
-    """Returns where prepared data sets are: `data_dir`, or $TFDS_DATA_DIR, or tfds's default.
-
-    Examples:
-      >>> data_directory("my_data").name
-      'my_data'
-    """
-    return Path(data_dir or os.environ.get("TFDS_DATA_DIR") or tfds_constants.DATA_DIR).expanduser()
+# Consecutive records of a tfds split: its name, the first one, and the one after the last.
+_Part = tuple[str, int, int]
 
 
 def known_names() -> list[str]:
@@ -61,16 +47,6 @@ def known_names() -> list[str]:
       True
     """
     return tfds.list_builders(with_community_datasets=False)
-
-
-def prepared_versions(name: str, data_dir: Path) -> list[Path]:
-    """Lists the directories of the versions of a data set that are prepared.
-
-    Examples:
-      >>> prepared_versions("mnist", Path("no/such/directory"))
-      []
-    """
-    return [path.parent for path in (data_dir / name).glob("*/features.json")]
 
 
 def is_prepared(name: str, data_dir: str | Path | None = None) -> bool:
@@ -84,9 +60,17 @@ def is_prepared(name: str, data_dir: str | Path | None = None) -> bool:
     if not parts or Path(name).is_absolute() or not {"..", "~"}.isdisjoint(parts):
         return False
     try:
-        return bool(prepared_versions(name, data_directory(data_dir)))
+        return bool(_prepared_versions(name, _data_directory(data_dir)))
     except (OSError, ValueError):  # such a name no file can have
         return False
+
+
+def _data_directory(data_dir: str | Path | None) -> Path:
+    return Path(data_dir or os.environ.get("TFDS_DATA_DIR") or tfds_constants.DATA_DIR).expanduser()
+
+
+def _prepared_versions(name: str, data_dir: Path) -> list[Path]:
+    return [path.parent for path in (data_dir / name).glob("*/features.json")]
 
 
 def load_tfds(
@@ -109,37 +93,29 @@ def load_tfds(
         size, or 28 for omniglot.
       max_bytes: Decoded images of at most this size together are kept in memory, larger sets are streamed.
 
-    Returns:
-      The data set.
-
-    Raises:
-      DataError: if it is not prepared and cannot be, or it is not an image classification set.
-
     Examples:
       >>> load_tfds("mnist", data_dir="prepared").num_classes  # doctest: +SKIP
       10
     """
     if image_size is not None:
         check_image_size(image_size)
-    directory = _prepared_directory(name, data_directory(data_dir))
+    directory = _prepared_directory(name, _data_directory(data_dir))
     builder: Any = tfds.builder_from_directory(directory)  # its type hides which features it has
     image_key, label_key = _supervised_keys(name, builder)
-    shape = builder.info.features[image_key].shape
-    channels = shape[2] or 3
+    height, width, channels = builder.info.features[image_key].shape
     if name == "omniglot":
-        image_size, channels = image_size or _OMNIGLOT_SIZE, 1
-    if image_size is not None:
-        image_shape = (image_size, image_size, channels)
-    else:
-        image_shape = (shape[0] or _DEFAULT_SIZE, shape[1] or _DEFAULT_SIZE, channels)
-    provenance = {
-        "tfds": f"{name}:{builder.info.version}",
-        "tfds_splits": {split: info.num_examples for split, info in builder.info.splits.items()},
-    }
+        height, width, channels = _OMNIGLOT_SIZE, _OMNIGLOT_SIZE, 1
+    image_shape = (
+        image_size or height or _DEFAULT_SIZE,
+        image_size or width or _DEFAULT_SIZE,
+        channels or 3,
+    )
+    sizes = {split: info.num_examples for split, info in builder.info.splits.items()}
+    provenance = {"tfds": f"{name}:{builder.info.version}", "tfds_splits": sizes}
     if name == "omniglot":
         return _load_omniglot(directory, builder, image_shape, provenance)
 
-    rule, parts = _split_rule(name, {split: info.num_examples for split, info in builder.info.splits.items()})
+    rule, parts = _split_rule(name, sizes)
     records = {split: _Records(builder, image_key, label_key, *part) for split, part in parts.items()}
     provenance["split_rule"] = rule
     if num_bytes((sum(map(len, records.values())), *image_shape)) > max_bytes:
@@ -152,10 +128,10 @@ def load_tfds(
         name=name,
         class_names=tuple(builder.info.features[label_key].names),
         image_shape=image_shape,
+        provenance=provenance,
         train=splits["train"],
         validation=splits["validation"],
         test=splits["test"],
-        provenance=provenance,
     )
 
 
@@ -163,7 +139,13 @@ class _Records(Sequence):
     """(encoded image, label) pairs of consecutive records; pickles to worker processes."""
 
     def __init__(self, builder: Any, image_key: str, label_key: str, split: str, start: int, stop: int):
-        self._source = _data_source(builder, split, image_key)
+        try:
+            self._source = builder.as_data_source(split, decoders={image_key: tfds.decode.SkipDecoding()})
+        except NotImplementedError as error:
+            raise DataError(
+                f"{builder.data_path} holds {builder.info.file_format} files, which cannot be read at random: "
+                "remove it and load it again to prepare it as array_record."
+            ) from error
         self._image_key, self._label_key = image_key, label_key
         self._start, self._stop = start, stop
 
@@ -183,27 +165,15 @@ class _Records(Sequence):
                 yield record[self._image_key], int(record[self._label_key])
 
 
-def _data_source(builder: Any, split: str, image_key: str):
-    try:
-        return builder.as_data_source(split, decoders={image_key: tfds.decode.SkipDecoding()})
-    except NotImplementedError as error:
-        raise DataError(
-            f"{builder.data_path} holds {builder.info.file_format} files, which cannot be read at random: "
-            "remove it and load it again to prepare it as array_record."
-        ) from error
-
-
 def _prepared_directory(name: str, data_dir: Path) -> Path:
     """Finds the newest prepared version of a data set; prepares it where TensorFlow is installed."""
-    if versions := prepared_versions(name, data_dir):
+    if versions := _prepared_versions(name, data_dir):
         return max(versions, key=lambda path: [int(n) if n.isdigit() else -1 for n in path.name.split(".")])
     if importlib.util.find_spec("tensorflow") is None:
         instructions = getattr(tfds.builder_cls(name.split("/")[0]), "MANUAL_DOWNLOAD_INSTRUCTIONS", None)
-        first = (
-            f" First put its files into {data_dir / 'downloads' / 'manual'}: {' '.join(instructions.split())}"
-            if instructions
-            else ""
-        )
+        first, manual = "", data_dir / "downloads" / "manual"
+        if instructions:
+            first = f" First put its files into {manual}: {' '.join(instructions.split())}"
         raise DataError(
             f"The data set {name} is not in {data_dir}: point data_dir or TFDS_DATA_DIR to where it is, or install "
             f"TensorFlow with `pip install 'pols-jax[prepare]'` and it will be downloaded and prepared there.{first}"
@@ -235,20 +205,19 @@ def _split_rule(name: str, sizes: dict[str, int]) -> tuple[str, dict[str, _Part]
     tenth = num_train // 10
     has_test = "test" in sizes and name not in _UNLABELED_TEST
     if has_test and "validation" in sizes:
-        return "tfds's own splits", {
-            split: _Part(split, 0, sizes[split]) for split in ("train", "validation", "test")
-        }
+        parts = {split: (split, 0, sizes[split]) for split in ("train", "validation", "test")}
+        return "tfds's own splits", parts
     if has_test or "validation" in sizes:
         test = "test" if has_test else "validation"
         return f"validation is the last 10 % of train, test is tfds's {test}", {
-            "train": _Part("train", 0, num_train - tenth),
-            "validation": _Part("train", num_train - tenth, num_train),
-            "test": _Part(test, 0, sizes[test]),
+            "train": ("train", 0, num_train - tenth),
+            "validation": ("train", num_train - tenth, num_train),
+            "test": (test, 0, sizes[test]),
         }
     return "test is the last 10 % of train, validation the 10 % before", {
-        "train": _Part("train", 0, num_train - 2 * tenth),
-        "validation": _Part("train", num_train - 2 * tenth, num_train - tenth),
-        "test": _Part("train", num_train - tenth, num_train),
+        "train": ("train", 0, num_train - 2 * tenth),
+        "validation": ("train", num_train - 2 * tenth, num_train - tenth),
+        "test": ("train", num_train - tenth, num_train),
     }
 
 
@@ -291,15 +260,13 @@ def _load_omniglot(
     """Pools tfds's splits, which hold different alphabets, and splits the drawings of every character instead."""
 
     def decode() -> array_cache.Arrays:
-        parts = {"images": [], "labels": []}
-        for split, info in builder.info.splits.items():
-            if split in ("train", "test"):  # the others repeat parts of these
-                images, labels = _decode_all(
-                    _Records(builder, "image", "label", split, 0, info.num_examples), image_shape
-                )
-                parts["images"].append(images)
-                parts["labels"].append(labels)
-        return {key: np.concatenate(arrays) for key, arrays in parts.items()}
+        parts = [
+            _decode_all(_Records(builder, "image", "label", split, 0, info.num_examples), image_shape)
+            for split, info in builder.info.splits.items()
+            if split in ("train", "test")  # the others repeat parts of these
+        ]
+        images, labels = map(np.concatenate, zip(*parts, strict=True))
+        return {"images": images, "labels": labels}
 
     pooled = _cached_decoding(directory, [image_shape, "pooled"], decode)
     images, labels = pooled["images"], pooled["labels"]

@@ -109,18 +109,6 @@ def check_output_layer(
     return features, kernel, bias
 
 
-def check_block_size(block_size: int | None) -> None:
-    """Raises for a block of no classes.
-
-    Examples:
-      >>> check_block_size(0)
-      Traceback (most recent call last):
-      ValueError: block_size must be at least 1, got 0.
-    """
-    if block_size is not None and block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}.")
-
-
 def check_positive(name: str, value: Any) -> None:
     """Raises for a number that is not positive. Only Python and NumPy numbers are checked: a JAX array may have no value yet.
 

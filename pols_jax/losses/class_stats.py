@@ -1,19 +1,19 @@
 """What a loss needs to know about all k logits of an example.
 
 Three kinds of statistic serve all seven losses: a logsumexp, the largest false logit and a softplus sum. A loss asks
-for the one that it needs and gets the true logit with it, so that one pass over the classes gives both. It asks through
-the `ClassStats` interface and does not know where the numbers come from: an array of logits (`DenseStats`), or features
-and an output layer (`pols_jax.losses.linear_stats`).
+for the one that it needs and gets the true logit with it, so that one pass over the classes gives both. It does not know
+where the numbers come from: an array of logits (`DenseStats`), or features and an output layer, which have the same methods
+(`pols_jax.losses.linear_stats`).
 """
 
 import functools
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pols_jax.losses.device_axes import partitioned_by_xla
 from pols_jax.losses.noise import Noise
@@ -40,34 +40,6 @@ class LogSumExp(NamedTuple):
     log_sum: Float[Array, "..."]
 
 
-class ClassStats(Protocol):
-    """The true logit of each example, and a statistic over its classes, however they are computed."""
-
-    @property
-    def num_classes(self) -> int:
-        """The number of classes, over all devices that have a part of them."""
-        ...
-
-    def logsumexp(self) -> tuple[Float[Array, "..."], LogSumExp]:
-        """The true logit, and the logsumexp over all classes."""
-        ...
-
-    def max_false_logit(self) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """The true logit, and the largest false logit; in a tie the lowest class has the gradient.
-
-        Where there is no false class it is the most negative number of the dtype.
-        """
-        ...
-
-    def false_softplus_sum(self) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """The true logit, and the sum of softplus over the false logits."""
-        ...
-
-    def noise_softplus_sum(self, noise: Noise) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """The true score, and the sum over all classes of ``count * softplus(score)``; ``score = logit - log(count)``."""
-        ...
-
-
 def _over_sharded_classes(method):
     """Lets XLA place the work of a method where the classes are spread over an axis of an explicit mesh."""
 
@@ -86,7 +58,7 @@ def _over_sharded_classes(method):
 
 
 class DenseStats:
-    """Class statistics from an array of logits, see `ClassStats`.
+    """Class statistics from an array of logits.
 
     Args:
       logits: Logits, shape ``[..., k]``, of a floating-point dtype. 16-bit logits are read as float32.
@@ -122,7 +94,10 @@ class DenseStats:
 
     @_over_sharded_classes
     def max_false_logit(self) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """The true logit, and the largest false logit; in a tie the lowest class has the gradient."""
+        """The true logit, and the largest false logit; in a tie the lowest class has the gradient.
+
+        Where there is no false class it is the most negative number of the dtype.
+        """
         place = lax.argmax(lax.stop_gradient(self._false_logits()), self.logits.ndim - 1, jnp.int32)
         largest = _at(self.logits, place)
         largest = jnp.where(place == self.labels, jnp.finfo(largest.dtype).min, largest)
@@ -135,7 +110,7 @@ class DenseStats:
 
     @_over_sharded_classes
     def noise_softplus_sum(self, noise: Noise) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """The true score, and the sum over all classes of ``count * softplus(score)``."""
+        """The true score, and the sum over all classes of ``count * softplus(score)``; ``score = logit - log(count)``."""
         dtype = self.logits.dtype
         counts, log_counts = (x.astype(dtype) for x in noise.part(0, self.num_classes).counts())
         scores = self.logits - jnp.broadcast_to(log_counts, self.logits.shape)
@@ -143,11 +118,9 @@ class DenseStats:
 
     def _false_logits(self):
         """The logits, with the most negative number in the place of each true one."""
-        return jnp.where(self._is_true(), jnp.finfo(self.logits.dtype).min, self.logits)
-
-    def _is_true(self) -> Bool[Array, "*batch classes"]:
         classes = lax.broadcasted_iota(jnp.int32, self.logits.shape, self.logits.ndim - 1)
-        return classes == self.labels[..., None]
+        is_true = classes == self.labels[..., None]
+        return jnp.where(is_true, jnp.finfo(self.logits.dtype).min, self.logits)
 
 
 def _at(logits, classes):

@@ -38,8 +38,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pols_jax.errors import unknown_name
 from pols_jax.losses.checks import check_positive
-from pols_jax.losses.feeding import Logits, checked, class_stats, class_stats_of_batch, without_padding
-from pols_jax.losses.global_batch import AxisName, GlobalBatch
+from pols_jax.losses.feeding import Logits, class_stats, real_examples
+from pols_jax.losses.global_batch import AxisName
 from pols_jax.losses.noise import Noise
 
 Where = Bool[ArrayLike, "*batch"] | Float[ArrayLike, "*batch"] | Int[ArrayLike, "*batch"]
@@ -219,8 +219,8 @@ def batch_cross_entropy(
       >>> batch_cross_entropy(jnp.array([[3.0, 0.0], [0.0, 3.0]]), jnp.array([0, 1]))
       Array(0.0486, dtype=float32)
     """
-    stats, batch = class_stats_of_batch(logits, labels, where, axis_name)
-    true_logit, parts = stats.logsumexp()
+    logits, labels, batch = real_examples(logits, labels, where=where, axis_name=axis_name)
+    true_logit, parts = class_stats(logits, labels).logsumexp()
     peak, log_mean = batch.logmeanexp(parts)
     return batch.mean(peak - true_logit) + log_mean
 
@@ -256,8 +256,8 @@ def batch_max_margin(
       0.5
     """
     check_positive("margin", margin)
-    stats, batch = class_stats_of_batch(logits, labels, where, axis_name)
-    true_logit, max_false_logit = stats.max_false_logit()
+    logits, labels, batch = real_examples(logits, labels, where=where, axis_name=axis_name)
+    true_logit, max_false_logit = class_stats(logits, labels).max_false_logit()
     of_batch = jax.nn.relu(margin - batch.min(true_logit) + batch.max(max_false_logit))
     of_examples = jax.nn.relu(margin - true_logit + max_false_logit)
     return of_batch / batch.size(of_batch.dtype) + batch.mean(of_examples)
@@ -265,16 +265,13 @@ def batch_max_margin(
 
 LOSSES: Mapping[str, Callable[..., Array]] = MappingProxyType(
     {
-        loss.__name__: loss
-        for loss in (
-            cross_entropy,
-            max_margin,
-            self_normalization,
-            noise_contrastive_estimation,
-            binary_cross_entropy,
-            batch_cross_entropy,
-            batch_max_margin,
-        )
+        "cross_entropy": cross_entropy,
+        "max_margin": max_margin,
+        "self_normalization": self_normalization,
+        "noise_contrastive_estimation": noise_contrastive_estimation,
+        "binary_cross_entropy": binary_cross_entropy,
+        "batch_cross_entropy": batch_cross_entropy,
+        "batch_max_margin": batch_max_margin,
     }
 )
 """Every loss by its name, in the order of the paper's tables: first the two that are not aligned."""
@@ -309,9 +306,6 @@ def make_loss(name: str, **hyperparameters: Any) -> MeanLoss:
       name: A key of `LOSSES`.
       **hyperparameters: The keyword arguments of that loss, such as ``margin`` or ``alpha``.
 
-    Returns:
-      ``f(logits, labels, *, where=None, axis_name=None)``.
-
     Raises:
       ValueError: if there is no loss of that name.
       TypeError: if the loss does not have one of the hyperparameters, or needs one that is not given.
@@ -334,9 +328,8 @@ def make_loss(name: str, **hyperparameters: Any) -> MeanLoss:
     def mean_loss(logits, labels, *, where=None, axis_name=None):
         if is_batch_loss:
             return loss(logits, labels, where=where, axis_name=axis_name, **hyperparameters)
-        logits, labels = checked(logits, labels)
-        batch = GlobalBatch.of(labels, where, axis_name)
-        return batch.mean(loss(*without_padding(logits, labels, batch), **hyperparameters))
+        logits, labels, batch = real_examples(logits, labels, where=where, axis_name=axis_name)
+        return batch.mean(loss(logits, labels, **hyperparameters))
 
     return mean_loss
 

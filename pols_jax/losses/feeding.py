@@ -5,13 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pols_jax.losses.checks import (
-    check_block_size,
-    check_labels,
-    check_logits_and_labels,
-    check_output_layer,
-)
-from pols_jax.losses.class_stats import ClassStats, DenseStats
+from pols_jax.losses.checks import check_labels, check_logits_and_labels, check_output_layer
+from pols_jax.losses.class_stats import DenseStats
 from pols_jax.losses.global_batch import GlobalBatch
 from pols_jax.losses.linear_logits import LinearLogits
 from pols_jax.losses.linear_stats import LinearStats
@@ -20,55 +15,45 @@ Logits = Float[Array, "*batch classes"] | LinearLogits
 """What a loss takes: an array of logits, or an output layer that stands for it."""
 
 
-def class_stats(logits: Logits, labels) -> ClassStats:
+def class_stats(logits: Logits, labels) -> DenseStats | LinearStats:
     """The statistics of what is given: from all the logits, or class block by class block.
 
     Examples:
       >>> type(class_stats(jnp.zeros((2, 3)), jnp.array([0, 1]))).__name__
       'DenseStats'
     """
-    logits, labels = checked(logits, labels)
+    logits, labels = _checked(logits, labels)
     return LinearStats(logits, labels) if isinstance(logits, LinearLogits) else DenseStats(logits, labels)
 
 
-def class_stats_of_batch(logits: Logits, labels, where, axis_name) -> tuple[ClassStats, GlobalBatch]:
-    """The statistics of the real examples, and the batch that they are part of.
+def real_examples(
+    logits: Logits, labels, *, where, axis_name
+) -> tuple[Logits, Int[Array, "*batch"], GlobalBatch]:
+    """What is given, with zeros in the rows that are not real, and the batch that they are part of.
+
+    Not even a NaN in a row that is not real reaches a gradient then.
 
     Examples:
-      >>> _, batch = class_stats_of_batch(jnp.zeros((2, 3)), jnp.array([0, 1]), jnp.array([True, False]), None)
-      >>> float(batch.size(jnp.float32))
-      1.0
+      >>> logits, mask = jnp.array([[1.0], [jnp.nan]]), jnp.array([True, False])
+      >>> logits, labels, batch = real_examples(logits, jnp.array([0, 7]), where=mask, axis_name=None)
+      >>> logits.tolist(), labels.tolist(), float(batch.size(jnp.float32))
+      ([[1.0], [0.0]], [0, 0], 1.0)
     """
-    logits, labels = checked(logits, labels)
+    logits, labels = _checked(logits, labels)
     batch = GlobalBatch.of(labels, where, axis_name)
-    return class_stats(*without_padding(logits, labels, batch)), batch
+    is_real, labels = batch.where[..., None], jnp.where(batch.where, labels, 0)
+    if isinstance(logits, LinearLogits):
+        features = jnp.where(is_real, logits.features, 0.0)
+        return dataclasses.replace(logits, features=features), labels, batch
+    return jnp.where(is_real, logits, 0.0), labels, batch
 
 
-def checked(logits, labels) -> tuple[Logits, Int[Array, "*batch"]]:
-    """What was given, as arrays of the right shapes; an error that names the argument if they are not.
-
-    Examples:
-      >>> checked(jnp.zeros((2, 3)), [0, 1])[1]
-      Array([0, 1], dtype=int32)
-    """
+def _checked(logits, labels) -> tuple[Logits, Int[Array, "*batch"]]:
+    """What is given, as arrays of the right shapes; an error that names the argument if they are not."""
     if not isinstance(logits, LinearLogits):
         return check_logits_and_labels(logits, labels)
     features, kernel, bias = check_output_layer(logits.features, logits.kernel, logits.bias)
-    check_block_size(logits.block_size)
+    if logits.block_size is not None and logits.block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {logits.block_size}.")
     labels = check_labels(labels, features.shape, name="features")
     return dataclasses.replace(logits, features=features, kernel=kernel, bias=bias), labels
-
-
-def without_padding(logits: Logits, labels, batch: GlobalBatch):
-    """Replaces the rows that are not real by zeros, so that not even a NaN in them reaches a gradient.
-
-    Examples:
-      >>> labels = jnp.array([0, 7])
-      >>> batch = GlobalBatch.of(labels, jnp.array([True, False]), None)
-      >>> [part.tolist() for part in without_padding(jnp.array([[1.0], [jnp.nan]]), labels, batch)]
-      [[[1.0], [0.0]], [0, 0]]
-    """
-    is_real, labels = batch.where[..., None], jnp.where(batch.where, labels, 0)
-    if isinstance(logits, LinearLogits):
-        return dataclasses.replace(logits, features=jnp.where(is_real, logits.features, 0.0)), labels
-    return jnp.where(is_real, logits, 0.0), labels

@@ -48,7 +48,7 @@ def default_block_size(num_examples: int, num_features: int, num_classes: int) -
 
 
 class LinearStats:
-    """Class statistics from an output layer, see `ClassStats`. Each method makes one pass over the classes.
+    """Class statistics from an output layer, as `DenseStats` has them. Each method makes one pass over the classes.
 
     Args:
       logits: Features and output layer, checked. With ``class_axis_name``, kernel and bias are this device's rows.

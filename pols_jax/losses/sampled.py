@@ -31,7 +31,6 @@ class NoiseSampler(NamedTuple):
       other: The class that it gives otherwise.
 
     Examples:
-      >>> import jax, numpy as np
       >>> sampler = make_noise_sampler(np.array([0.0, 1.0, 0.0]))
       >>> sampler.draw(jax.random.key(0), (4,)).tolist()
       [1, 1, 1, 1]
@@ -61,7 +60,6 @@ class UniformSampler(NamedTuple):
       num_classes: The number of classes k.
 
     Examples:
-      >>> import jax
       >>> UniformSampler(1000).draw(jax.random.key(0), (3,)).shape, UniformSampler(8).probs.tolist()
       ((3,), [0.125])
     """
@@ -91,14 +89,7 @@ def make_noise_sampler(noise_probs: Float[ArrayLike, " classes"]) -> NoiseSample
     Args:
       noise_probs: The distribution, shape ``[k]``; `pols_jax.training.learning.noise_distribution` makes the usual ones.
 
-    Returns:
-      The sampler.
-
-    Raises:
-      ValueError: if it is not a distribution.
-
     Examples:
-      >>> import numpy as np
       >>> make_noise_sampler(np.array([0.25, 0.75])).keep.tolist()
       [0.5, 1.0]
     """
@@ -149,7 +140,6 @@ def sampled_noise_contrastive_estimation(
       One loss per example, shape ``[m]``. A label outside ``[0, k)`` gives NaN.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, numpy as np
       >>> sampler = make_noise_sampler(np.full(4, 0.25))
       >>> losses = sampled_noise_contrastive_estimation(
       ...     jax.random.key(0), jnp.ones((2, 3)), jnp.zeros((4, 3)), jnp.zeros(4), jnp.array([0, 1]),
@@ -159,8 +149,7 @@ def sampled_noise_contrastive_estimation(
       Array([3.4657, 3.4657], dtype=float32)
     """
     features, kernel, bias, labels = _check(features, kernel, bias, labels, sampler, num_noise)
-    classes = _touched_classes(key, labels, sampler, num_noise, shared)
-    rows = _Rows(kernel.at[classes].get(mode="clip"), bias.at[classes].get(mode="clip"))
+    classes, rows = _drawn_rows(key, kernel, bias, labels, sampler, num_noise, shared)
     losses = _loss_of_rows(features, rows, classes, sampler, num_noise)
     return jnp.where((labels >= 0) & (labels < kernel.shape[0]), losses, jnp.nan)
 
@@ -199,7 +188,6 @@ def sampled_value_and_grad(
       The loss; the gradient of the features, to go on to the backbone with; and the gradients of the touched rows.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, numpy as np
       >>> kernel, bias, labels = jnp.zeros((1000, 3)), jnp.zeros(1000), jnp.array([0, 1])
       >>> value, for_features, rows = sampled_value_and_grad(
       ...     jax.random.key(0), jnp.ones((2, 3)), kernel, bias, labels,
@@ -211,8 +199,7 @@ def sampled_value_and_grad(
     features, kernel, bias, labels = _check(features, kernel, bias, labels, sampler, num_noise)
     batch = GlobalBatch.of(labels, where, None)
     features, labels = jnp.where(batch.where[:, None], features, 0.0), jnp.where(batch.where, labels, 0)
-    classes = _touched_classes(key, labels, sampler, num_noise, shared)
-    rows = _Rows(kernel.at[classes].get(mode="clip"), bias.at[classes].get(mode="clip"))
+    classes, rows = _drawn_rows(key, kernel, bias, labels, sampler, num_noise, shared)
 
     def mean_loss(features, rows):
         return batch.mean(_loss_of_rows(features, rows, classes, sampler, num_noise))
@@ -239,11 +226,7 @@ def add_rows(
       rows: What `sampled_value_and_grad` returned.
       scale: What the gradients are multiplied with.
 
-    Returns:
-      The new kernel and bias.
-
     Examples:
-      >>> import jax.numpy as jnp
       >>> rows = RowGradients(jnp.array([2, 2]), jnp.ones((2, 1)), jnp.zeros(2))
       >>> add_rows(jnp.zeros((4, 1)), jnp.zeros(4), rows, scale=-0.5)[0].ravel().tolist()
       [0.0, 0.0, -1.0, 0.0]
@@ -263,12 +246,6 @@ class TouchedClasses(NamedTuple):
         from k on, of which there is no class.
       true: Where in ``classes`` the true class of each example stands, shape ``[m]``.
       repetitions: How often each class was drawn, shape ``[m + t]``.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> touched = touched_classes(jnp.array([3, 1]), jnp.array([1, 5, 5]), num_classes=6)
-      >>> touched.classes.tolist(), touched.true.tolist(), touched.repetitions.tolist()
-      ([1, 3, 5, 9, 10], [1, 0], [1, 0, 2, 0, 0])
     """
 
     classes: Int[Array, " touched"]
@@ -282,9 +259,9 @@ def touched_classes(
     """Lists true and drawn classes once each, in arrays whose shapes do not depend on how many differ.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> touched_classes(jnp.array([3]), jnp.array([0, 3]), num_classes=4).classes.tolist()
-      [0, 3, 6]
+      >>> touched = touched_classes(jnp.array([3, 1]), jnp.array([1, 5, 5]), num_classes=6)
+      >>> touched.classes.tolist(), touched.true.tolist(), touched.repetitions.tolist()
+      ([1, 3, 5, 9, 10], [1, 0], [1, 0, 2, 0, 0])
     """
     num_labels, num_entries = len(labels), len(labels) + len(drawn)
     entries = jnp.concatenate([labels.astype(jnp.int32), drawn.astype(jnp.int32)])
@@ -320,11 +297,7 @@ def loss_of_touched(
       sampler: What drew the noise classes.
       num_noise: How many were drawn.
 
-    Returns:
-      One loss per example, shape ``[m]``.
-
     Examples:
-      >>> import jax.numpy as jnp
       >>> touched = touched_classes(jnp.array([3, 1]), jnp.array([1, 5, 5, 0]), num_classes=8)
       >>> loss_of_touched(
       ...     jnp.ones((2, 3)), jnp.zeros((6, 3)), jnp.zeros(6), touched, sampler=UniformSampler(8), num_noise=4
@@ -339,25 +312,21 @@ def loss_of_touched(
     return _equation(true_scores, scores, touched.repetitions.astype(dtype))
 
 
-class _Rows(NamedTuple):
-    """The rows that a step touches: first those of the m true classes, then those of the noise."""
-
-    kernel: Float[Array, "rows features"]
-    bias: Float[Array, " rows"]
-
-
-def _touched_classes(key, labels, sampler: Sampler, num_noise: int, shared: bool):
+def _drawn_rows(key, kernel, bias, labels, sampler: Sampler, num_noise: int, shared: bool):
+    """The classes that a step touches, first the m true ones and then the noise; and their rows of kernel and bias."""
     shape = (num_noise,) if shared else (labels.shape[0] * num_noise,)
-    return jnp.concatenate([labels.astype(jnp.int32), sampler.draw(key, shape)])
+    classes = jnp.concatenate([labels.astype(jnp.int32), sampler.draw(key, shape)])
+    return classes, tuple(array.at[classes].get(mode="clip") for array in (kernel, bias))
 
 
-def _loss_of_rows(features, rows: _Rows, classes, sampler: Sampler, num_noise: int):
+def _loss_of_rows(features, rows, classes, sampler: Sampler, num_noise: int):
     """``softplus(-s_y) + sum of softplus(s_c)`` over the drawn classes c, with ``s_j = z_j - log(t q_j)``."""
     num_examples, num_features = features.shape
-    dtype = accumulation_dtype(features, *rows)
+    kernel, bias = rows
+    dtype = accumulation_dtype(features, kernel, bias)
     _, log_counts = Noise(jnp.asarray(num_noise), sampler.probs).of_classes(classes).counts()
-    shifts = rows.bias.astype(dtype) - log_counts.astype(dtype)
-    true, noise = rows.kernel[:num_examples], rows.kernel[num_examples:]
+    shifts = bias.astype(dtype) - log_counts.astype(dtype)
+    true, noise = kernel[:num_examples], kernel[num_examples:]
     true_scores = _sum_of_products("md,md->m", features, true, dtype) + shifts[:num_examples]
     noise_shifts = shifts[num_examples:]
     if noise.shape[0] == num_noise:

@@ -6,8 +6,6 @@ from jaxtyping import Array, Float
 
 from pols_jax.heads import all_logits
 
-__all__ = ["block_stats", "count_block"]
-
 
 def _block_logits(features, kernel, bias) -> Float[Array, "block examples"]:
     """The logits of a block of classes, one contiguous row per class: what the counting reads."""

@@ -29,26 +29,34 @@ _MAX_SCORES = 2**26
 
 
 class ExampleStats(NamedTuple):
-    """What one pass over all classes finds out about each example.
+    """What a pass over the classes finds out about each example; half-way, over those that were looked at.
 
     The log-probability of class c is ``(logit_c - peak) - log_sum``. It keeps its digits where the softmax is
     close to one, so that the order of confident examples is not lost to rounding.
 
     Attributes:
       true_logit: The logit of the true class, shape ``[n]``.
-      peak: The largest logit, shape ``[n]``.
       max_false_logit: The largest logit of another class than the true one, shape ``[n]``.
       smallest: The smallest logit, shape ``[n]``.
       prediction: The class of the largest logit, shape ``[n]``.
-      log_sum: The log of the sum of ``exp(logit - peak)``, shape ``[n]``.
+      rest: The sum of ``exp(logit - peak)``, without the largest logit itself, shape ``[n]``.
     """
 
     true_logit: Float[np.ndarray, " examples"]
-    peak: Float[np.ndarray, " examples"]
     max_false_logit: Float[np.ndarray, " examples"]
     smallest: Float[np.ndarray, " examples"]
     prediction: Int[np.ndarray, " examples"]
-    log_sum: Float[np.ndarray, " examples"]
+    rest: Float[np.ndarray, " examples"]
+
+    @property
+    def peak(self) -> Float[np.ndarray, " examples"]:
+        """The largest logit, shape ``[n]``."""
+        return np.maximum(self.true_logit, self.max_false_logit)
+
+    @property
+    def log_sum(self) -> Float[np.ndarray, " examples"]:
+        """The log of the sum of ``exp(logit - peak)``, shape ``[n]``."""
+        return np.log1p(self.rest).astype(np.float32)
 
 
 class SplitCounts(NamedTuple):
@@ -158,32 +166,29 @@ class ScoredSplit:
         """
         estimates, shifted = np.asarray(estimates, np.float32)[self.order], copy.copy(self)
         shifted._offset = self._replicate(estimates)
-        logits = ("true_logit", "peak", "max_false_logit", "smallest")
+        logits = ("true_logit", "max_false_logit", "smallest")
         return shifted, stats._replace(**{name: getattr(stats, name) - estimates for name in logits})
 
     def example_stats(self, *, advance: Callable[[], None] = lambda: None) -> ExampleStats:
         """Makes the first pass; ``advance`` is called after every round of blocks, for a progress bar."""
         num_examples = len(self.labels)
         lowest, zeros = np.full(num_examples, -np.inf, np.float32), np.zeros(num_examples)
-        found = _Found(lowest, lowest, -lowest, zeros.astype(np.int32), zeros)
+        found = ExampleStats(lowest, lowest, -lowest, zeros.astype(np.int32), zeros)
         stats_of_blocks = _on_devices(block_stats, self._devices)
         for classes in self._rounds():
             outputs = stats_of_blocks(
                 self._features, self._labels, self._starts(classes), *self._head(classes)
             )
             for block in zip(*map(np.asarray, outputs), strict=True):
-                found = found.merged(_Found(*block))
+                found = _merged(found, ExampleStats(*block))
             advance()
         parts = self._share.gather(np.stack([array.astype(np.float64) for array in found]))
         dtypes = [array.dtype for array in found]
-        first, *others = (
-            _Found(*(array.astype(dtype) for array, dtype in zip(part, dtypes, strict=True)))
+        shares = (
+            ExampleStats(*(array.astype(dtype) for array, dtype in zip(part, dtypes, strict=True)))
             for part in parts
         )
-        found = functools.reduce(_Found.merged, others, first)
-        log_sum = np.log1p(found.rest).astype(np.float32)
-        true, max_false_logit, smallest, prediction, _ = found
-        return ExampleStats(true, found.peak, max_false_logit, smallest, prediction, log_sum)
+        return functools.reduce(_merged, shares)
 
     def count(
         self,
@@ -210,7 +215,10 @@ class ScoredSplit:
         own_thresholds = thresholds[share.start : share.stop]
         count_of_blocks = _on_devices(count_block, self._devices)
         per_example = (self._offset, *self._replicate((stats.peak, stats.log_sum)))
-        ranking = _Ranking(np.sort(stats.true_logit), bins)
+        sorted_true = np.sort(stats.true_logit)
+        bins = np.zeros(1) if bins is None else bins
+        ranked = np.zeros(len(self.labels), np.int64)  # how many logits are at or above each true one
+        histogram = np.zeros(len(bins) - 1, np.int64)
         own_passing = np.zeros((2, len(self.labels)), np.int32)
         passing = np.zeros(thresholds.shape, np.int64)
         for classes in self._rounds():
@@ -230,34 +238,30 @@ class ScoredSplit:
             own_passing += np.asarray(block_own).sum(axis=0)
             place = slice(share.start + classes.start, share.start + classes.stop)
             passing[place] = np.concatenate(np.asarray(block_passing))[: len(classes)]
+            # The logits of padding are -inf, and below everything.
             if rank:
-                ranking.add(np.asarray(block_logits).reshape(-1))
+                for part in _sorted_parts(np.asarray(block_logits).reshape(-1)):
+                    ranked += at_or_above(part, sorted_true)
+                    histogram += _histogram(part, bins)
             advance()
-        own_passing, passing, ranking.passing, ranking.histogram = self._summed(
-            own_passing, passing, ranking.passing, ranking.histogram
-        )
+        own_passing, passing, ranked, histogram = self._summed(own_passing, passing, ranked, histogram)
         class_sizes = np.bincount(self.labels, minlength=num_classes).astype(np.int32)
         own_log_probs = (stats.true_logit - stats.peak) - stats.log_sum
-        one_logit, all_logits = (
-            Counts(
-                *map(
-                    jnp.asarray,
-                    (self.labels, scores, examples, positives_passing(self.labels, scores), class_sizes),
-                )
-            )
-            for scores, examples in zip((stats.true_logit, own_log_probs), own_passing, strict=True)
-        )
+
+        def counts(scores, examples) -> Counts:
+            positives = positives_passing(self.labels, scores)
+            return Counts(*map(jnp.asarray, (self.labels, scores, examples, positives, class_sizes)))
+
+        one_logit, all_logits = map(counts, (stats.true_logit, own_log_probs), own_passing)
         # The logits that were ranked and counted are all of them: take away the true ones.
         is_passed = stats.true_logit[:, None] >= thresholds[self.labels]
         positives = np.zeros_like(passing)
         np.add.at(positives, self.labels, is_passed)
-        sorted_true = np.sort(stats.true_logit)
         false_passing = np.empty(len(self.labels), np.int64)
         # Where the two passes round differently, a true logit may have been counted below itself.
-        counted = ranking.passing - at_or_above(sorted_true, sorted_true)
+        counted = ranked - at_or_above(sorted_true, sorted_true)
         false_passing[np.argsort(stats.true_logit)] = np.maximum(counted, 0)
-        histogram = ranking.histogram
-        if bins is not None and rank:
+        if rank:
             histogram = histogram - _histogram(sorted_true, bins)
         max_false_logit = float(stats.max_false_logit.max())
         return SplitCounts(
@@ -309,55 +313,27 @@ class ScoredSplit:
         return copies(tree, np.arange(len(self._devices)))
 
 
-class _Found(NamedTuple):
-    """What is known of each example after some of the classes; `ExampleStats` is what is known after all."""
-
-    true_logit: Float[np.ndarray, " examples"]
-    max_false_logit: Float[np.ndarray, " examples"]
-    smallest: Float[np.ndarray, " examples"]
-    prediction: Int[np.ndarray, " examples"]
-    rest: Float[np.ndarray, " examples"]  # the sum of exp(logit - peak), without the largest itself
-
-    @property
-    def peak(self) -> Float[np.ndarray, " examples"]:
-        return np.maximum(self.true_logit, self.max_false_logit)
-
-    def merged(self, later: "_Found") -> "_Found":
-        """What is known after other classes, which come later, as well."""
-        is_larger = later.peak > self.peak
-        high, low = np.maximum(self.peak, later.peak), np.minimum(self.peak, later.peak)
-        high_rest, low_rest = np.where(is_larger, (later.rest, self.rest), (self.rest, later.rest))
-        # One side may have seen no class at all.
-        gap = np.full(len(low), -np.inf)
-        np.subtract(low, high, out=gap, where=low != -np.inf, dtype=np.float64)
-        return _Found(
-            np.maximum(self.true_logit, later.true_logit),
-            np.maximum(self.max_false_logit, later.max_false_logit),
-            np.minimum(self.smallest, later.smallest),
-            np.where(is_larger, later.prediction, self.prediction),
-            high_rest + np.exp(gap) * (1 + low_rest),
-        )
+def _merged(found: ExampleStats, later: ExampleStats) -> ExampleStats:
+    """What is known of each example after some classes and others, which come later."""
+    is_larger = later.peak > found.peak
+    high, low = np.maximum(found.peak, later.peak), np.minimum(found.peak, later.peak)
+    high_rest, low_rest = np.where(is_larger, (later.rest, found.rest), (found.rest, later.rest))
+    # One side may have seen no class at all.
+    gap = np.full(len(low), -np.inf)
+    np.subtract(low, high, out=gap, where=low != -np.inf, dtype=np.float64)
+    return ExampleStats(
+        np.maximum(found.true_logit, later.true_logit),
+        np.maximum(found.max_false_logit, later.max_false_logit),
+        np.minimum(found.smallest, later.smallest),
+        np.where(is_larger, later.prediction, found.prediction),
+        high_rest + np.exp(gap) * (1 + low_rest),
+    )
 
 
-class _Ranking:
-    """Ranks the true logits among all logits, which pass by in blocks, and counts the logits in bins.
-
-    A block is sorted (in NumPy, whose sort uses vector instructions and is many times faster than XLA's), and the true
-    logits and the edges of the bins are looked up in it.
-    """
-
-    def __init__(self, sorted_true: Float[np.ndarray, " examples"], bins: np.ndarray | None):
-        self._sorted_true, self._bins = sorted_true, bins
-        self.passing = np.zeros(len(sorted_true), np.int64)  # logits at or above each true logit
-        self.histogram = np.zeros(0 if bins is None else len(bins) - 1, np.int64)
-
-    def add(self, logits: Float[np.ndarray, " any"]) -> None:
-        """Counts the logits of a block; those of padding are -inf, and below everything."""
-        with ThreadPoolExecutor(os.cpu_count()) as threads:  # NumPy sorts outside of the interpreter lock
-            for part in threads.map(np.sort, np.array_split(logits, os.cpu_count() or 1)):
-                self.passing += at_or_above(part, self._sorted_true)
-                if self._bins is not None:
-                    self.histogram += _histogram(part, self._bins)
+def _sorted_parts(logits: Float[np.ndarray, " any"]) -> Iterator[Float[np.ndarray, " any"]]:
+    """Sorts logits in parts, in NumPy: its sort uses vector instructions and is many times faster than XLA's."""
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # NumPy sorts outside of the interpreter lock
+        yield from threads.map(np.sort, np.array_split(logits, os.cpu_count() or 1))
 
 
 def _histogram(ascending: Float[np.ndarray, " any"], bins: Float[np.ndarray, " edges"]) -> np.ndarray:

@@ -116,7 +116,7 @@ def threshold_at_recall(
       [0.25, 0.875]
     """
     _check_recall(recall)
-    return _threshold_at_recall(_counts(scores, labels), recall)
+    return _counts(scores, labels).threshold_at_recall(recall)
 
 
 def slc_metrics(
@@ -211,9 +211,28 @@ class Counts(NamedTuple):
         """See `average_precision` in this module."""
         return _class_means(self.precision(), self)
 
+    @jax.jit
     def precision_at_recall(self, recall: float) -> Float[Array, " classes"]:
         """See `precision_at_recall` in this module."""
-        return _precision_at_recall(self, recall)
+        # Of the examples that reach the recall, the one with the highest score has the fewest positives, and the
+        # fewest examples, at its threshold. Scores that tie have equal counts.
+        reaches = _reaches(self, recall)
+        none = jnp.iinfo(jnp.int32).max
+        positives, examples = (
+            jax.ops.segment_min(jnp.where(reaches, count, none), self.labels, len(self.class_sizes))
+            for count in (self.positives, self.examples)
+        )
+        precision = jnp.where(examples < none, _ratio(positives, examples), 0.0)  # 0: too many scores are NaN
+        return jnp.where(self.class_sizes > 0, precision, jnp.nan)
+
+    @jax.jit
+    def threshold_at_recall(self, recall: float) -> Float[Array, " classes"]:
+        """See `threshold_at_recall` in this module."""
+        reaches, num_classes = _reaches(self, recall), len(self.class_sizes)
+        candidates = jnp.where(reaches, self.own_scores, -jnp.inf)
+        thresholds = jax.ops.segment_max(candidates, self.labels, num_classes)
+        is_reached = jax.ops.segment_max(reaches.astype(jnp.int32), self.labels, num_classes) > 0
+        return jnp.where(is_reached, thresholds, jnp.nan)
 
     @jax.jit
     def slc_metrics(self) -> dict[str, Array]:
@@ -230,14 +249,11 @@ def _counts(scores, labels, compare: Callable = operator.ge) -> Counts:
     scores, labels = check_logits_and_labels(scores, labels, rank=2, name="scores")
     if not scores.shape[0]:
         raise ValueError("scores must have at least one example: a metric is about the scores of a set.")
-    is_concrete = not isinstance(scores, Tracer) and not isinstance(labels, Tracer)
-    if is_concrete and _is_in_cpu_memory(scores):
-        return _count_on_cpu(scores, np.asarray(labels), compare)
+    if not isinstance(scores, Tracer) and not isinstance(labels, Tracer):
+        devices = scores.devices()
+        if len(devices) == 1 and all(device.platform == "cpu" for device in devices):
+            return _count_on_cpu(scores, np.asarray(labels), compare)
     return _count_all(scores, labels, compare=compare)
-
-
-def _is_in_cpu_memory(array: Array) -> bool:
-    return len(array.devices()) == 1 and all(device.platform == "cpu" for device in array.devices())
 
 
 def _count_on_cpu(scores: Array, labels: np.ndarray, compare: Callable) -> Counts:
@@ -296,29 +312,6 @@ def _count_all(scores, labels, *, compare) -> Counts:
     examples, positives = (zeros.at[order].set(values) for values in sorted_counts)
     class_sizes = jax.ops.segment_sum(jnp.ones_like(labels), labels, num_classes)
     return Counts(labels, own_scores, examples, positives, class_sizes)
-
-
-@jax.jit
-def _precision_at_recall(counts: Counts, recall):
-    # Of the examples that reach the recall, the one with the highest score has the fewest positives, and the
-    # fewest examples, at its threshold. Scores that tie have equal counts.
-    reaches = _reaches(counts, recall)
-    none = jnp.iinfo(jnp.int32).max
-    positives, examples = (
-        jax.ops.segment_min(jnp.where(reaches, count, none), counts.labels, len(counts.class_sizes))
-        for count in (counts.positives, counts.examples)
-    )
-    precision = jnp.where(examples < none, _ratio(positives, examples), 0.0)  # 0: too many scores are NaN
-    return jnp.where(counts.class_sizes > 0, precision, jnp.nan)
-
-
-@jax.jit
-def _threshold_at_recall(counts: Counts, recall):
-    reaches, num_classes = _reaches(counts, recall), len(counts.class_sizes)
-    candidates = jnp.where(reaches, counts.own_scores, -jnp.inf)
-    thresholds = jax.ops.segment_max(candidates, counts.labels, num_classes)
-    is_reached = jax.ops.segment_max(reaches.astype(jnp.int32), counts.labels, num_classes) > 0
-    return jnp.where(is_reached, thresholds, jnp.nan)
 
 
 def _reaches(counts: Counts, recall):

@@ -2,7 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -14,20 +14,6 @@ _BLOCK = 64
 _MANY_SCORES = 10**6
 # To compare a column with each of m thresholds is faster than to sort it while m is below this share of its length.
 _COMPARED = 1 / 300
-
-
-class Ranks(NamedTuple):
-    """What `rank_own_scores` counted, by class, and by score within a class.
-
-    Attributes:
-      own_scores: The score of each example for its own class, shape ``[n]``.
-      examples: How many examples score at least as high for that class, shape ``[n]``.
-      positives: How many of those belong to the class, shape ``[n]``.
-    """
-
-    own_scores: Float[np.ndarray, " examples"]
-    examples: Int[np.ndarray, " examples"]
-    positives: Int[np.ndarray, " examples"]
 
 
 def at_or_above(
@@ -79,7 +65,7 @@ def rank_own_scores(
     own_scores: Float[np.ndarray, " examples"],
     *,
     side: Side = "left",
-) -> Ranks:
+) -> tuple[Float[np.ndarray, " examples"], Int[np.ndarray, " examples"], Int[np.ndarray, " examples"]]:
     """Counts, for the score that each example has for its own class, the examples that score at least as high for it.
 
     Args:
@@ -88,9 +74,14 @@ def rank_own_scores(
       own_scores: The scores of those examples for their own classes.
       side: ``right`` counts the examples that score higher.
 
+    Returns:
+      The own scores in ascending order within each class; how many examples score at least as high; and how many of those
+      belong to the class.
+
     Examples:
       >>> scores = np.array([[1.0, 5.0], [3.0, 6.0], [2.0, 7.0]])
-      >>> rank_own_scores(scores, np.array([0, 0, 1]), np.array([3.0, 1.0, 7.0])).examples.tolist()
+      >>> _, examples, _ = rank_own_scores(scores, np.array([0, 0, 1]), np.array([3.0, 1.0, 7.0]))
+      >>> examples.tolist()
       [3, 1, 1]
     """
     num_examples = len(scores)
@@ -129,4 +120,4 @@ def rank_own_scores(
     else:
         with ThreadPoolExecutor(os.cpu_count()) as threads:  # NumPy works outside of the interpreter lock
             list(threads.map(count, firsts))
-    return Ranks(own_scores, examples, positives)
+    return own_scores, examples, positives

@@ -179,6 +179,10 @@ class Thresholds:
       [3.0, nan]
       >>> thresholds.shared(Rule.parse("recall=0.6"))
       2.0
+      >>> thresholds.of_class(Rule.parse("recall=0.6"), 0)
+      Threshold(value=2.0, origin='all classes')
+      >>> thresholds.curve(0).precision.tolist()
+      [1.0, 0.6666666666666666, 0.75]
     """
 
     labels: Int[np.ndarray, " examples"]
@@ -202,50 +206,31 @@ class Thresholds:
 
     def shared(self, rule: Rule) -> float:
         """The one threshold for all classes, by all true and false logits together; NaN if none satisfies the rule."""
-        passing, positives = self._shared_counts()
-        (threshold,) = _choose(rule, np.zeros_like(self.labels), self.logits, passing, positives, 1)
-        return float(threshold)
+        return _choose_one(rule, self.logits, *self._shared_counts())
 
     def of_class(self, rule: Rule, class_id: int) -> Threshold:
-        """The threshold to use for a class: its own if enough examples support it, and else that of all classes.
-
-        Examples:
-          >>> zeros, ones = np.zeros(3, np.int64), np.array([1, 2, 3])
-          >>> logits = np.array([3.0, 2.0, 1.0], np.float32)
-          >>> Thresholds(np.array([0, 1, 2]), logits, zeros + 1, zeros + 1, zeros).of_class(Rule("recall", 0.6), 0)
-          Threshold(value=2.0, origin='all classes')
-        """
+        """The threshold to use for a class: its own if enough examples support it, and else that of all classes."""
         if rule.kind == "value":
             return Threshold(rule.value, "given")
-        own = self.labels == class_id
-        if np.count_nonzero(own) >= MIN_EXAMPLES:
-            arrays = (self.logits[own], self.passing[own], self.positives[own])
-            (threshold,) = _choose(rule, np.zeros_like(self.labels[own]), *arrays, 1)
-            return Threshold(float(threshold), "class")
-        return Threshold(self.shared(rule), "all classes")
+        logits, passing, positives, origin = self._examples_for(class_id)
+        return Threshold(_choose_one(rule, logits, passing, positives), origin)
 
     def curve(self, class_id: int) -> Curve:
-        """Every threshold of a class with its precision and recall, by the same examples that `of_class` uses.
-
-        Examples:
-          >>> zeros, ones = np.zeros(3, np.int64), np.array([1, 2, 3])
-          >>> logits = np.array([3.0, 2.0, 1.0], np.float32)
-          >>> curve = Thresholds(np.array([0, 1, 2]), logits, zeros + 1, zeros + 1, np.array([0, 0, 3])).curve(0)
-          >>> curve.origin, curve.precision.tolist(), curve.recall.round(2).tolist()
-          ('all classes', [1.0, 1.0, 0.5], [0.33, 0.67, 1.0])
-        """
-        own = self.labels == class_id
-        if np.count_nonzero(own) >= MIN_EXAMPLES:
-            logits, passing, positives = self.logits[own], self.passing[own], self.positives[own]
-            origin: Literal["class", "all classes"] = "class"
-        else:
-            (passing, positives), logits, origin = self._shared_counts(), self.logits, "all classes"
-        num_examples = len(logits)
+        """Every threshold of a class with its precision and recall, by the same examples that `of_class` uses."""
+        logits, passing, positives, origin = self._examples_for(class_id)
         is_found = positives > 0  # a logit that is NaN passes nothing, itself included
         values, first = np.unique(-logits[is_found], return_index=True)
-        return Curve(
-            _lowered(-values), passing[is_found][first], positives[is_found][first], num_examples, origin
-        )
+        passing, positives = passing[is_found][first], positives[is_found][first]
+        return Curve(_lowered(-values), passing, positives, len(logits), origin)
+
+    def _examples_for(
+        self, class_id: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Literal["class", "all classes"]]:
+        """The logits, passing and positives that thresholds of a class are chosen by, and whose examples they are."""
+        own = self.labels == class_id
+        if np.count_nonzero(own) >= MIN_EXAMPLES:
+            return self.logits[own], self.passing[own], self.positives[own], "class"
+        return self.logits, *self._shared_counts(), "all classes"
 
     def _shared_counts(self) -> tuple[Int[np.ndarray, " examples"], Int[np.ndarray, " examples"]]:
         """How many logits, of all classes together, are at least as large as each true one; and how many of those are true."""
@@ -308,6 +293,11 @@ def _choose(rule: Rule, labels, logits, passing, positives, num_classes) -> Floa
     thresholds = np.full(num_classes, np.nan, np.float32)
     thresholds[labels[ascending]] = logits[ascending]  # the last assignment stays
     return _lowered(thresholds)
+
+
+def _choose_one(rule: Rule, logits, passing, positives) -> float:
+    (threshold,) = _choose(rule, np.zeros(len(logits), np.int64), logits, passing, positives, 1)
+    return float(threshold)
 
 
 def _lowered(logits: Float[np.ndarray, " thresholds"]) -> Float[np.ndarray, " thresholds"]:

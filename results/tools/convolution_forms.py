@@ -7,17 +7,14 @@ gradients). Where the table's form is not the fastest, the printed table shows b
 """
 
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from own_tables import tables_of
+from recording import recording
 
-from pols_jax.benchmarking.records import Record, Recorder, describe_environment
 from pols_jax.benchmarking.timing import Variant
 from pols_jax.models.convolution import convolve
-from pols_jax.tables import print_tables
 
 # Network and layer -> size of the image, inputs, features, kernel, stride, padding.
 LAYERS = {
@@ -82,16 +79,12 @@ def layer_variants(layer: str, batch_size: int, *, train: bool) -> list[Variant]
 
 def main() -> None:
     """Measures, writes the record and prints its table."""
-    command = ("python", "results/tools/convolution_forms.py", *sys.argv[1:])
-    environment = describe_environment(jax.devices()[:1], command=command)
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-    with Recorder(Record("convolutions", {}, environment), path) as recorder:
+    with recording("convolutions") as recorder:
         for train in (False, True) if "--train" in sys.argv else (False,):
             for layer in LAYERS:
                 for batch_size in BATCH_SIZES:
                     variants = layer_variants(layer, batch_size, train=train)
                     recorder.measure(variants, repetitions=REPETITIONS, warmup=1)
-    print_tables(tables_of(recorder.record))
 
 
 if __name__ == "__main__":

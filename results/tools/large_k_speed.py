@@ -3,17 +3,15 @@
 python results/tools/large_k_speed.py results/large_k.json
 """
 
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from recording import recording
 
-from pols_jax.benchmarking.records import Record, Recorder, describe_environment
-from pols_jax.benchmarking.timing import Variant, measure
+from pols_jax.benchmarking.timing import Variant
 from pols_jax.heads import all_logits
 from pols_jax.losses import LinearLogits, batch_cross_entropy, make_loss
 from pols_jax.losses.sampled import add_rows, make_noise_sampler, sampled_value_and_grad
@@ -43,29 +41,18 @@ def loss_variants(name: str, num_examples: int, num_features: int, num_classes: 
       ['dense', 'linear']
     """
     loss, arrays = make_loss(name), random_layer(num_examples, num_features, num_classes)
-    forms = {"dense": all_logits, "linear": LinearLogits}
-    case = {
-        "loss": name,
-        "num_examples": num_examples,
-        "num_features": num_features,
-        "num_classes": num_classes,
-    }
-    variants = []
-    for form, logits in forms.items():
+    case = {"num_examples": num_examples, "num_features": num_features, "num_classes": num_classes}
 
-        def value(features, kernel, bias, labels, logits=logits):
+    def variant(form, logits):
+        def value(features, kernel, bias, labels):
             return loss(logits(features, kernel, bias), labels)
 
         program = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2))).lower(*arrays).compile()
         memory: Any = program.memory_analysis()
-        variants.append(
-            Variant(
-                form,
-                lambda _, run=program: run(*arrays),
-                {**case, "temporary_bytes": memory.temp_size_in_bytes},
-            )
-        )
-    return variants
+        sizes = {"loss": name, **case, "temporary_bytes": memory.temp_size_in_bytes}
+        return Variant(form, lambda _: program(*arrays), sizes)
+
+    return [variant("dense", all_logits), variant("linear", LinearLogits)]
 
 
 def step_variant(num_examples: int, num_features: int, num_classes: int) -> Variant:
@@ -128,27 +115,15 @@ def sampled_variant(num_examples: int, num_features: int, num_classes: int, *, n
 
 
 def main() -> None:
-    """Measures everything and writes the record."""
-    command = ("python", "results/tools/large_k_speed.py", *sys.argv[1:])
-    environment = describe_environment(jax.devices()[:1], command=command)
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-    with Recorder(Record("large_k", {}, environment), path) as recorder:
-        measurements = recorder.record.measurements
-        options = {"measurements": measurements, "after_round": recorder.save_now_and_then}
+    """Measures everything, writes the record and prints its tables."""
+    with recording("large_k") as recorder:
         sampled = [sampled_variant(256, 256, 2**power, num_noise=100) for power in (12, 16, 20)]
-        measure(sampled, repetitions=50, warmup=5, **options)
+        recorder.measure(sampled, repetitions=50, warmup=5)
         del sampled
-        measure([step_variant(256, 256, 2**20)], repetitions=3, warmup=1, **options)
+        recorder.measure([step_variant(256, 256, 2**20)], repetitions=3, warmup=1)
         for name in ("batch_cross_entropy", "binary_cross_entropy", "batch_max_margin"):
-            measure(loss_variants(name, 128, 512, 2**18), repetitions=7, warmup=1, **options)
-        measure(loss_variants("batch_cross_entropy", 1024, 512, 2**18), repetitions=5, warmup=1, **options)
-    for measured in measurements:
-        print(
-            measured.variant,
-            measured.case,
-            f"{measured.median_ms:.1f} ms",
-            *map(round, measured.times_ms[:7]),
-        )
+            recorder.measure(loss_variants(name, 128, 512, 2**18), repetitions=7, warmup=1)
+        recorder.measure(loss_variants("batch_cross_entropy", 1024, 512, 2**18), repetitions=5, warmup=1)
 
 
 if __name__ == "__main__":

@@ -7,24 +7,20 @@ process, in turn. Reading is a sum over the same mapped files, by as many thread
 """
 
 import os
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
-from own_tables import tables_of
+from recording import recording
 
-from pols_jax.benchmarking.records import Record, Recorder, describe_environment
-from pols_jax.benchmarking.timing import Variant, measure
+from pols_jax.benchmarking.timing import Variant
 from pols_jax.normalizers import Fit, Normalizer
 from pols_jax.search.class_bank import ClassBank
 from pols_jax.search.index import FeatureIndex
 from pols_jax.search.index_files import SCHEMA, IndexInfo, IndexWriter, Rows
-from pols_jax.tables import print_tables
 
 _NUM_CLASSES = 1000
 _NORMALIZER_ROWS = 256
@@ -128,16 +124,9 @@ def query_variants(folder: Path, *, num_pictures: int, num_features: int) -> lis
 
 def main() -> None:
     """Measures, writes the record and prints its table."""
-    command = ("python", "results/tools/search_index_speed.py", *sys.argv[1:])
-    environment = describe_environment(jax.devices()[:1], command=command)
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Recorder(Record("search_index", {}, environment), path) as recorder,
-    ):
+    with tempfile.TemporaryDirectory() as folder, recording("search_index") as recorder:
         variants = query_variants(Path(folder), num_pictures=1_000_000, num_features=512)
-        options = {"measurements": recorder.record.measurements, "after_round": recorder.save_now_and_then}
-        measure(variants, repetitions=15, **options)
+        recorder.measure(variants, repetitions=15)
         query = next(variant for variant in variants if variant.name == "query")
         before = anonymous_bytes()
         for i in range(10):
@@ -145,7 +134,6 @@ def main() -> None:
         recorder.record.settings = {
             "anonymous_bytes": {"before_10_queries": before, "after": anonymous_bytes()}
         }
-    print_tables(tables_of(recorder.record))
 
 
 if __name__ == "__main__":

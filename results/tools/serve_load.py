@@ -18,10 +18,11 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import unicodedata
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -37,6 +38,7 @@ from pols_jax.search.serving.completion import NameCompletion
 NUM_NAMES = 42_174
 # How often each question is asked, of a hundred.
 MIX = {"search": 60, "names": 15, "thumbnail": 15, "thresholds": 5, "decide": 5}
+TYPED = ("se", "letter", "small%20a", "x")
 
 
 @contextlib.contextmanager
@@ -64,12 +66,7 @@ def questions(
         class_id = quote(f"#{rng.randrange(num_classes)}")
         yield {
             "search": ("search", "GET", f"/api/search?class={class_id}", None),
-            "names": (
-                "names",
-                "GET",
-                f"/api/classes?query={rng.choice(['se', 'letter', 'small%20a', 'x'])}",
-                None,
-            ),
+            "names": ("names", "GET", f"/api/classes?query={rng.choice(TYPED)}", None),
             "thumbnail": ("thumbnail", "GET", f"/api/pictures/0-{rng.randrange(len(pictures))}", None),
             "thresholds": ("thresholds", "GET", f"/api/thresholds?class={class_id}", None),
             "decide": ("decide", "POST", f"/api/decide?class={class_id}", rng.choice(uploads)),
@@ -105,23 +102,14 @@ def quantiles(times_ms: list[float]) -> dict[str, float]:
 
 def load(port: int, pictures: list[Path], *, num_clients: int, seconds: float) -> dict[str, Any]:
     """Lets clients ask at the same time."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request("GET", "/api/health")
-    health = json.loads(connection.getresponse().read())
-    connection.close()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=30) as answer:
+        health = json.load(answer)
     times: dict[str, list[float]] = collections.defaultdict(list)
     errors: list[str] = []
     until = time.perf_counter() + seconds
-    clients = [
-        threading.Thread(
-            target=ask, args=(port, questions(health["num_classes"], pictures, i), until, times, errors)
-        )
-        for i in range(num_clients)
-    ]
-    for client in clients:
-        client.start()
-    for client in clients:
-        client.join()
+    asked = [questions(health["num_classes"], pictures, i) for i in range(num_clients)]
+    with ThreadPoolExecutor(num_clients) as clients:
+        list(clients.map(lambda questions: ask(port, questions, until, times, errors), asked))
     everything = list(itertools.chain.from_iterable(times.values()))
     return {
         "num_clients": num_clients,

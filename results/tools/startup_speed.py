@@ -98,17 +98,16 @@ def main() -> None:
     command += f" --repetitions {arguments.repetitions} --json {arguments.json}"
     environment = describe_environment(jax.local_devices(), command=command.split())
     record = Record("startup", {"repetitions": arguments.repetitions}, environment)
-    found: dict[tuple[str, str], Measurement] = {}
     with Recorder(record, arguments.json) as recorder, tempfile.TemporaryDirectory() as folder:
         for number in range(arguments.repetitions + 1):
             for name, checkout in checkouts.items():
                 for variant, ms in measure(checkout, search, arguments.cache or Path(folder)).items():
-                    if number:  # the first round fills the caches of data and of files
-                        key = variant, name
-                        if key not in found:
-                            found[key] = Measurement(variant, {"checkout": name}, None, [])
-                            record.measurements.append(found[key])
-                        found[key].times_ms.append(round(ms, 1))
+                    if number == 0:  # the first round fills the caches of data and of files
+                        continue
+                    if (found := record.find(variant, checkout=name)) is None:
+                        found = Measurement(variant, {"checkout": name}, None, [])
+                        record.measurements.append(found)
+                    found.times_ms.append(round(ms, 1))
             recorder.save()
     print_tables(tables_of(record))
 

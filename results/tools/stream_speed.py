@@ -6,20 +6,16 @@ The pictures are made up: 256 JPEGs of 500 x 375, decoded to 224 x 224 in batche
 """
 
 import io
-import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
 
-import jax
 import numpy as np
-from own_tables import tables_of
 from PIL import Image
+from recording import recording
 
-from pols_jax.benchmarking.records import Record, Recorder, describe_environment
-from pols_jax.benchmarking.timing import Variant, measure
+from pols_jax.benchmarking.timing import Variant
 from pols_jax.data import StreamSplit, decode_image, images, stream_batches
-from pols_jax.tables import print_tables
 
 _SHAPE = (224, 224, 3)
 _BATCH_SIZE, _BATCHES = 32, 8
@@ -89,18 +85,11 @@ def decode_variants(size: tuple[int, int] = (4000, 3000)) -> list[Variant]:
 
 def main() -> None:
     """Measures, writes the record and prints its table."""
-    command = ("python", "results/tools/stream_speed.py", *sys.argv[1:])
-    environment = describe_environment(jax.devices()[:1], command=command)
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Recorder(Record("stream", {}, environment), path) as recorder,
-    ):
+    with tempfile.TemporaryDirectory() as folder, recording("stream") as recorder:
         # One at a time: a stream reads ahead, and would do so while another is measured.
         for variant in stream_variants(Path(folder)):
-            measure([variant], repetitions=9, measurements=recorder.record.measurements)
-        measure(decode_variants(), repetitions=9, measurements=recorder.record.measurements)
-    print_tables(tables_of(recorder.record))
+            recorder.measure([variant], repetitions=9)
+        recorder.measure(decode_variants(), repetitions=9)
 
 
 if __name__ == "__main__":

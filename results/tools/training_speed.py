@@ -6,19 +6,14 @@ The paper's MLP on images of MNIST's size, held by the device. One dispatch of `
 same number of steps, in turn, in one process.
 """
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from own_tables import tables_of
+from recording import recording
 
-from pols_jax.benchmarking.records import Record, Recorder, describe_environment
-from pols_jax.benchmarking.timing import Variant, measure
+from pols_jax.benchmarking.timing import Variant
 from pols_jax.data import ArraySplit, Dataset, sample_batch
-from pols_jax.tables import print_tables
 from pols_jax.training.config import RunConfig
 from pols_jax.training.learning import Learner, train_step
 from pols_jax.training.trainer import Trainer
@@ -27,26 +22,27 @@ from pols_jax.training.trainer import Trainer
 _STEPS = 200
 
 
-def random_dataset(num_examples: int) -> Dataset:
-    """Random images of MNIST's size in ten classes; what they show does not matter to the time.
+def random_dataset(num_examples: int, image_shape: tuple[int, int, int], num_classes: int) -> Dataset:
+    """Random pictures; what they show does not matter to the time.
 
     Examples:
-      >>> random_dataset(50).image_shape
-      (28, 28, 1)
+      >>> random_dataset(50, (28, 28, 1), 10).num_classes
+      10
     """
     rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (num_examples, 28, 28, 1), dtype=np.uint8)
-    split = ArraySplit(images, rng.integers(10, size=num_examples, dtype=np.int32))
-    names = tuple(str(digit) for digit in range(10))
-    return Dataset("random", names, (28, 28, 1), split, split, split, provenance={})
+    images = rng.integers(0, 256, (num_examples, *image_shape), dtype=np.uint8)
+    train = ArraySplit(images, rng.integers(num_classes, size=num_examples, dtype=np.int32))
+    few = ArraySplit(train.images[:8], train.labels[:8])
+    names = tuple(map(str, range(num_classes)))
+    return Dataset("random", names, image_shape, train, few, few, provenance={})
 
 
 def training_variants(config: RunConfig, dataset: Dataset, *, steps: int) -> list[Variant]:
     """Makes the two variants, each of which does ``steps`` more steps when called.
 
     Examples:
-      >>> config = RunConfig(width=0.1, batch_size=32)
-      >>> [variant.name for variant in training_variants(config, random_dataset(64), steps=2)]
+      >>> config, dataset = RunConfig(width=0.1, batch_size=32), random_dataset(64, (28, 28, 1), 10)
+      >>> [variant.name for variant in training_variants(config, dataset, steps=2)]
       ['trainer', 'hand_written_scan']
     """
     trainer = Trainer(config, dataset)
@@ -77,19 +73,10 @@ def training_variants(config: RunConfig, dataset: Dataset, *, steps: int) -> lis
 
 def main() -> None:
     """Measures, writes the record and prints its table."""
-    command = ("python", "results/tools/training_speed.py", *sys.argv[1:])
-    environment = describe_environment(jax.devices()[:1], command=command)
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     config = RunConfig(optimizer="momentum", schedule="constant", learning_rate=0.1, batch_size=128)
-    with Recorder(Record("training", {}, environment), path) as recorder:
-        variants = training_variants(config, random_dataset(60_000), steps=_STEPS)
-        measure(
-            variants,
-            repetitions=41,
-            measurements=recorder.record.measurements,
-            after_round=recorder.save_now_and_then,
-        )
-    print_tables(tables_of(recorder.record))
+    with recording("training") as recorder:
+        variants = training_variants(config, random_dataset(60_000, (28, 28, 1), 10), steps=_STEPS)
+        recorder.measure(variants, repetitions=41)
 
 
 if __name__ == "__main__":

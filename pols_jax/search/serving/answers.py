@@ -3,19 +3,6 @@
 import dataclasses
 from typing import Literal
 
-__all__ = [
-    "ClassAnswer",
-    "ClassesAnswer",
-    "CostAnswer",
-    "CurveAnswer",
-    "DecisionAnswer",
-    "ErrorAnswer",
-    "HealthAnswer",
-    "HitAnswer",
-    "SearchAnswer",
-    "ThresholdAnswer",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class ErrorAnswer:

@@ -33,8 +33,6 @@ from pols_jax.search.serving.live import Feed
 from pols_jax.search.serving.openapi import Endpoint, openapi_document
 from pols_jax.search.serving.parameters import Parameter, RequestError, read_parameters
 
-__all__ = ["ENDPOINTS", "make_app"]
-
 _PAGE = Path(__file__).parent / "page"
 _PAGE_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -140,9 +138,6 @@ def make_app(collection: Collection, *, feed: Feed | None = None, hosts: Items[s
       collection: What is asked.
       feed: What tells of new pictures, if a folder is watched.
       hosts: The names that the server may be asked by; any if None.
-
-    Returns:
-      An ASGI application.
     """
     api = _Api(collection, feed)
     answers: list[tuple[Endpoint, Answer]] = [

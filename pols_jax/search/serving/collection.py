@@ -7,7 +7,6 @@ import io
 import os
 import threading
 import time
-from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -18,6 +17,7 @@ from pols_jax.data.images import decode_image, decode_thumbnail
 from pols_jax.errors import ConfigError, DataError, RunError, printable
 from pols_jax.metrics.thresholds import DEFAULT_RULES, MIN_EXAMPLES, Curve, Rule
 from pols_jax.search.class_bank import ClassBank
+from pols_jax.search.index import FeatureIndex
 from pols_jax.search.serving.answers import (
     ClassAnswer,
     ClassesAnswer,
@@ -30,8 +30,6 @@ from pols_jax.search.serving.answers import (
     ThresholdAnswer,
 )
 from pols_jax.search.serving.completion import NameCompletion
-
-__all__ = ["MAX_PIXELS", "MAX_UPLOAD_BYTES", "Collection", "Index", "View"]
 
 MAX_PIXELS = 100_000_000
 """A picture with more pixels is neither decided about nor shown."""
@@ -46,25 +44,11 @@ _NO_CLASS = -1  # has no validation examples, and so the thresholds of all class
 _SMALL = 96  # pixels; a picture with fewer is not compressed with losses
 
 
-class Index(Protocol):
-    """What is needed of a `pols_jax.search.index.FeatureIndex`."""
-
-    def __len__(self) -> int: ...
-
-    def path(self, i: int, /) -> str:
-        """The path of a picture."""
-        ...
-
-    def scores(self, bank: Any, classes: Any, /) -> Float[np.ndarray, " pictures"]:
-        """The scores of all pictures for a class."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class View:
     """The pictures as they were at a moment: pictures keep their numbers as long as the version is the same."""
 
-    index: Index | None
+    index: FeatureIndex | None
     version: int
     root: str
 
@@ -85,7 +69,7 @@ class Collection:
     """
 
     def __init__(
-        self, bank: ClassBank, index: Index | None = None, *, name: str = "", folder: str | None = None
+        self, bank: ClassBank, index: FeatureIndex | None = None, *, name: str = "", folder: str | None = None
     ):
         self.bank, self.name, self.folder = bank, name, folder
         self._completion = NameCompletion(bank.names)
@@ -93,7 +77,7 @@ class Collection:
         self._scores: collections.OrderedDict[tuple[int, int, int], np.ndarray] = collections.OrderedDict()
         self.view = View(index, 0, _root(index))
 
-    def show(self, index: Index | None, *, has_only_grown: bool) -> None:
+    def show(self, index: FeatureIndex | None, *, has_only_grown: bool) -> None:
         """Takes another index; if pictures were only added at its end, those before keep their numbers."""
         self.view = View(index, self.view.version + (not has_only_grown), _root(index))
 
@@ -124,11 +108,7 @@ class Collection:
         return ClassesAnswer(len(self.bank.names), tuple(map(self._class, found)))
 
     def class_id(self, name_or_id: str) -> int:
-        """Finds a class by its name, or by ``#`` and its id.
-
-        Raises:
-          ConfigError: if there is no such class; with the nearest names.
-        """
+        """Finds a class by its name, or by ``#`` and its id."""
         number = name_or_id.removeprefix("#")
         if number != name_or_id and number.isdecimal() and len(number) < 10:
             return self.bank.class_id(int(number))
@@ -142,9 +122,6 @@ class Collection:
           rule: How to choose the threshold; by default recall=0.9, or none if the run was not evaluated.
           limit: How many hits are told.
           offset: How many of the best are left out, which were told before.
-
-        Raises:
-          ConfigError: if no threshold satisfies the rule.
         """
         start = time.perf_counter()
         view, threshold = self.view, self.threshold(class_id, rule)
@@ -158,12 +135,7 @@ class Collection:
         return SearchAnswer(self._class(class_id), threshold, int(np.count_nonzero(passing)), hits, cost)
 
     def decide(self, content: bytes, class_id: int, rule: Rule | None) -> DecisionAnswer:
-        """Tells whether the picture in the content of a file is of a class.
-
-        Raises:
-          ImageError: if it cannot be decoded, or has too many pixels.
-          ConfigError: if no threshold satisfies the rule.
-        """
+        """Tells whether the picture in the content of a file is of a class."""
         start = time.perf_counter()
         threshold = self.threshold(class_id, rule)
         shape = self.bank.image_shape
@@ -196,11 +168,7 @@ class Collection:
         return ThresholdAnswer(value, origin, curve.origin, *curve.at(value))
 
     def thresholds(self, class_id: int) -> CurveAnswer:
-        """Lists thresholds of a class from strict to lenient, with what validation found at each.
-
-        Raises:
-          RunError: if the run was not evaluated.
-        """
+        """Lists thresholds of a class from strict to lenient, with what validation found at each."""
         if self._why_no_thresholds is not None:
             raise RunError(self._why_no_thresholds)
         curve, thresholds = self._curve(class_id), self.bank.thresholds
@@ -219,11 +187,7 @@ class Collection:
         )
 
     def picture_path(self, picture: str) -> str:
-        """The path of a picture of the index, by the id that a hit has.
-
-        Raises:
-          DataError: if there is no such picture, or no longer.
-        """
+        """The path of a picture of the index, by the id that a hit has."""
         version, _, number = picture.partition("-")
         view = self.view
         if not (version.isdecimal() and number.isdecimal() and len(picture) < 30):
@@ -233,11 +197,7 @@ class Collection:
         return view.index.path(int(number))
 
     def thumbnail(self, path: str, size: int) -> tuple[bytes, str]:
-        """Draws a picture at most this large; returns the content of an image file, and its media type.
-
-        Raises:
-          ImageError: if the file is gone, or is no picture.
-        """
+        """Draws a picture at most this large; returns the content of an image file, and its media type."""
         image = Image.fromarray(decode_thumbnail(path, size, max_pixels=MAX_PIXELS))
         content = io.BytesIO()
         if max(image.size) <= _SMALL:
@@ -313,7 +273,7 @@ def _best_first(
     return which[np.argsort(-scores[which], kind="stable")][:most]
 
 
-def _root(index: Index | None) -> str:
+def _root(index: FeatureIndex | None) -> str:
     """The folder that most pictures are in, with its last slash; some of a large index are looked at."""
     if index is None or not len(index):
         return ""

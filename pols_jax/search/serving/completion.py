@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from pols_jax.data.glyphs import character_name
 
-__all__ = ["NameCompletion"]
-
 # As many names are looked at to tell whether classes are characters.
 _SAMPLE = 100
 

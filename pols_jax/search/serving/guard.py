@@ -10,8 +10,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pols_jax.schema import encode
 from pols_jax.search.serving.answers import ErrorAnswer
 
-__all__ = ["LOOPBACK", "Guard", "error_response"]
-
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 """What this machine calls itself."""
 

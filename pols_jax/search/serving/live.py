@@ -13,8 +13,6 @@ from pols_jax.search.class_bank import ClassBank
 from pols_jax.search.index import FeatureIndex, update_index
 from pols_jax.search.serving.collection import Collection
 
-__all__ = ["Feed", "FolderIndex", "FolderWatcher"]
-
 Files = dict[str, tuple[int, int]]
 
 

@@ -10,8 +10,6 @@ import pols_jax
 from pols_jax.search.serving.answers import ErrorAnswer
 from pols_jax.search.serving.parameters import Parameter
 
-__all__ = ["Endpoint", "openapi_document", "schema_of"]
-
 _PLAIN = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 
 
@@ -37,15 +35,7 @@ class Endpoint:
 
 
 def openapi_document(endpoints: Iterable[Endpoint], reasons: dict[int, str]) -> dict[str, Any]:
-    """Describes endpoints.
-
-    Args:
-      endpoints: The endpoints.
-      reasons: What the statuses of errors mean.
-
-    Returns:
-      An OpenAPI 3.1 document, ready for JSON.
-    """
+    """Makes the OpenAPI 3.1 document of endpoints; ``reasons`` says what the statuses of errors mean."""
     schemas: dict[str, Any] = {}
     error = schema_of(ErrorAnswer, schemas)
     paths: dict[str, Any] = {}

@@ -6,8 +6,6 @@ from typing import Any
 
 from pols_jax.errors import printable, unknown_name
 
-__all__ = ["Parameter", "RequestError", "read_parameters"]
-
 _LONGEST_SHOWN = 40
 
 

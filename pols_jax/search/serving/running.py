@@ -12,8 +12,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pols_jax.errors import ConfigError, HostError, reason_of
 
-__all__ = ["Server", "listen"]
-
 _HEAD_SECONDS = 20.0  # for the head of a request to arrive, and for the next one to come
 _STOP_SECONDS = 3  # for the answers that are under way
 _MAX_CONNECTIONS = 512
