@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from pols_jax.class_shares import ClassShare
 from pols_jax.heads import all_logits
 from pols_jax.losses.checks import check_output_layer
+from pols_jax.losses.device_axes import explicit_axes, partitioned_by_xla
 from pols_jax.losses.linear_logits import LinearLogits
 from pols_jax.losses.linear_stats import LinearStats
 from pols_jax.losses.precision import accumulation_dtype
@@ -206,16 +208,25 @@ class Normalizer:
         if clusters is None or not clusters.kernel.shape[0]:
             log_sum = jax.nn.logsumexp(estimates, axis=-1)
             return log_sum, jnp.full_like(log_sum, -jnp.inf)
-        flat = (
-            jnp.asarray(features).reshape(-1, features.shape[-1]),
-            estimates.reshape(-1, len(clusters.sizes)),
-        )
-        row_bytes = clusters.num_own * clusters.kernel.shape[1] * clusters.kernel.dtype.itemsize
-        # A program for batches of any size takes the examples one by one.
-        at_once = max(1, _MAX_GATHERED_BYTES // row_bytes) if isinstance(flat[0].shape[0], int) else None
-        parts = lax.map(lambda example: clusters.log_sums(*example), flat, batch_size=at_once)
-        closed, own = (part.reshape(features.shape[:-1]) for part in parts)
-        return closed, own
+        if not explicit_axes(clusters):
+            return _opened(clusters, features, estimates)
+        arrays = (clusters, jnp.asarray(features), estimates)
+        return partitioned_by_xla(_opened, arrays, out_spec=(PartitionSpec(), PartitionSpec()))
+
+
+@jax.jit
+def _opened(clusters: Clusters, features, estimates) -> tuple[Array, Array]:
+    """`Clusters.log_sums` of many examples, as many at a time as the memory for their rows allows."""
+    examples = (
+        jnp.asarray(features).reshape(-1, features.shape[-1]),
+        estimates.reshape(-1, estimates.shape[-1]),
+    )
+    row_bytes = clusters.num_own * clusters.kernel.shape[1] * clusters.kernel.dtype.itemsize
+    # A program for batches of any size takes the examples one by one.
+    at_once = max(1, _MAX_GATHERED_BYTES // row_bytes) if isinstance(examples[0].shape[0], int) else None
+    parts = lax.map(lambda example: clusters.log_sums(*example), examples, batch_size=at_once)
+    closed, own = (part.reshape(features.shape[:-1]) for part in parts)
+    return closed, own
 
 
 _log_sums = jax.jit(Normalizer.log_sums)
