@@ -35,7 +35,6 @@ ORDER = (
         "losses",
         "heads",
         "principle",
-        "row_clusters",
         "normalizers",
         "metrics",
     ),

@@ -107,7 +107,7 @@ def opened_in_float64(features, normalizer, kernel, bias):
 
 def test_the_classes_of_the_largest_clusters_are_read_themselves(layer):
     features, kernel, bias, _ = layer
-    assert rows_of_clusters(40, NUM_CLASSES) == (20, 20)
+    assert rows_of_clusters(NUM_CLASSES, num_rows=40) == (20, 20)
     normalizer = fit(features, kernel, bias, num_rows=40)
     assert (normalizer.num_rows, normalizer.clusters.num_own) == (40, 20)
     assert int(normalizer.clusters.sizes.sum()) == NUM_CLASSES

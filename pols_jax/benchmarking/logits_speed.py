@@ -4,6 +4,7 @@ All variants of a network are timed in one interleaved group, so the kernels of 
 CPU they are views of one array; an accelerator holds a copy of each.
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from pols_jax.errors import ProgramError
 from pols_jax.heads import all_logits, class_logits
 from pols_jax.memory import available_bytes
 from pols_jax.models import MODELS
-from pols_jax.normalizers import Fit, Normalizer
+from pols_jax.normalizers import Clusters, Fit, Normalizer, rows_of_clusters
 
 _IMAGE_SHAPES = {"mlp": (28, 28, 1), "cnn": (32, 32, 3), "inception_v3": (299, 299, 3)}
 _IMAGENET_SHAPE = (224, 224, 3)
@@ -239,11 +240,16 @@ class NetworkBench:
 
     def _normalized_variants(self, num_rows, head_args, asked, case) -> list[Variant]:
         """One logit minus a normalizer: of the whole network with the most rows, and of the head alone with any."""
-        rng = np.random.default_rng(num_rows)
-        kernel, bias = _random_head(num_rows, self._num_features, self._dtype, rng)
-        normalizer = self._replicated(Normalizer(jnp.asarray(kernel), jnp.asarray(bias), Fit(0.0, 0.0, 0)))
+        rng, num_classes = np.random.default_rng(num_rows), case["num_classes"]
+        num_clusters, num_own = rows_of_clusters(num_classes, num_rows=num_rows)
+        kernel, bias = _random_head(num_clusters, self._num_features, self._dtype, rng)
+        rows = self._replicated(Normalizer(jnp.asarray(kernel), jnp.asarray(bias), Fit(0.0, 0.0, 0)))
+        cluster_of = rng.permutation(num_classes) % num_clusters
 
         def of_features(features, kernel, bias, class_id, normalizer):
+            if num_own:
+                own = Clusters.of(cluster_of, kernel, bias, num_clusters=num_clusters, num_own=num_own)
+                normalizer = dataclasses.replace(normalizer, clusters=own)
             return class_logits(features, kernel, bias, class_id) - normalizer(features)
 
         def of_images(variables, images, *arguments):
@@ -257,14 +263,14 @@ class NetworkBench:
             programs.append(("one_logit_normalized", of_images, images, self._backbone.as_text()))
         variants = []
         for name, function, inputs, backbone in programs:
-            arguments = (*inputs, *head_args, asked[0], normalizer)
+            arguments = (*inputs, *head_args, asked[0], rows)
             program, compile_ms = self._compile(function, *arguments, batch_argument=len(inputs) - 1)
             size = case["num_classes"], self._num_features
             if wide_products(program.as_text(), size[0]) > wide_products(backbone, size[0]):
                 raise ProgramError(f"The compiled program {name} has a product over {size[0]:,} classes.")
 
             def call(i, program=program, inputs=inputs):
-                return program(*inputs, *head_args, asked[i % len(asked)], normalizer)
+                return program(*inputs, *head_args, asked[i % len(asked)], rows)
 
             calls = calls_of_head(num_rows, self._num_features) if len(inputs) == 1 else 1
             variants.append(Variant(name, call, case, compile_ms, calls))

@@ -13,8 +13,6 @@ from jaxtyping import Array, Float, Int
 from pols_jax.class_shares import ClassShare
 from pols_jax.losses.device_axes import explicit_axes, partitioned_by_xla
 
-__all__ = ["RowClusters", "cluster_rows", "with_ones"]
-
 # K-means looks at this many class rows per center; more change little.
 _ROWS_PER_CENTER = 64
 _KMEANS_ROUNDS = 10

@@ -1,43 +1,23 @@
-"""Makes one logit as good as all of them, at a cost that does not depend on the number of classes.
-
-The log-probability of class c is ``z_c - log Z``, where ``log Z = log sum_j exp z_j`` needs all logits. A `Normalizer`
-estimates log Z from the features alone, with a few rows. Subtracted from one logit, it turns the logit into
-an estimate of the log-probability. Fitting it needs features and the output layer, but neither labels nor a new
-training: see docs/normalizer.md.
-"""
+"""Fits a normalizer to an output layer: clusters of classes, and a row for each. See docs/normalizer.md."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pols_jax.class_shares import ClassShare
 from pols_jax.heads import all_logits
 from pols_jax.losses.checks import check_output_layer
-from pols_jax.losses.device_axes import explicit_axes, partitioned_by_xla
-from pols_jax.losses.linear_logits import LinearLogits
-from pols_jax.losses.linear_stats import LinearStats
-from pols_jax.losses.precision import accumulation_dtype
-from pols_jax.row_clusters import cluster_rows, with_ones
+from pols_jax.normalizers.normalizer import Clusters, Fit, Normalizer, estimates
+from pols_jax.normalizers.row_clusters import cluster_rows, with_ones
 
-__all__ = [
-    "Clusters",
-    "Fit",
-    "Normalizer",
-    "estimates",
-    "fit_normalizer",
-    "fold",
-    "log_normalizer",
-    "rows_of_clusters",
-]
+_Rows = tuple[Array, Array]
 
 # Examples, and classes, whose logits are computed in one go.
 _CHUNK, _BLOCK = 2048, 8192
@@ -45,251 +25,12 @@ _CHUNK, _BLOCK = 2048, 8192
 _MAX_BYTES = 2**31
 # Examples that rows are fitted to, their shares of all clusters, and examples that decide when to stop.
 _MAX_FITTED, _MAX_SHARES, _MAX_HELD_OUT = 2**17, 2**26, 10_000
-# Rows of classes that are gathered for several examples at a time.
-_MAX_GATHERED_BYTES = 2**25
 # What the squared error of log Z counts for, beside the shares of the clusters.
 _TOTAL_WEIGHT = 0.1
 # Clusters are opened if the square of the rows is this many times the classes: half of the rows are then four clusters.
 _OPENED = 16
 # The average of the rows follows them over this part of the steps.
 _AVERAGED = 1 / 4
-
-
-class Fit(NamedTuple):
-    """How well a normalizer fits, on features that it was not fitted to.
-
-    Attributes:
-      r_squared: The share of the variance of log Z that it explains; 1 is perfect.
-      error: The root of the mean squared error of log Z, in the unit of a logit.
-      num_features: How many examples it was fitted to.
-    """
-
-    r_squared: float
-    error: float
-    num_features: int
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("kernel", "bias", "order", "sizes", "scales"),
-    meta_fields=("num_own", "first_class"),
-)
-@dataclasses.dataclass(frozen=True, eq=False)
-class Clusters:
-    """Which classes each row of a normalizer stands for, and the output layer that has their own rows.
-
-    Attributes:
-      kernel: One row per class, shape ``[k, d]``.
-      bias: One number per class, shape ``[k]``.
-      order: The classes, one cluster after the other, shape ``[k]``.
-      sizes: The number of classes of each cluster, shape ``[C]``.
-      num_own: How many own rows of classes are read for an example.
-      first_class: The class of the first row of ``kernel``, if this process has the rows of some classes only.
-      scales: What the row of each class is multiplied with, shape ``[k]``; nothing if None.
-    """
-
-    kernel: Float[Array, "classes features"]
-    bias: Float[Array, " classes"]
-    order: Int[Array, " all_classes"]
-    sizes: Int[Array, " rows"]
-    num_own: int
-    first_class: int = 0
-    scales: Float[Array, " classes"] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        cluster_of: Int[np.ndarray, " classes"],
-        kernel: Float[ArrayLike, "classes features"],
-        bias: Float[ArrayLike, " classes"] | None,
-        *,
-        num_clusters: int,
-        num_own: int,
-        first_class: int = 0,
-    ) -> "Clusters":
-        """Sorts the classes by their cluster.
-
-        Examples:
-          >>> Clusters.of(np.array([1, 0, 1]), jnp.eye(3), None, num_clusters=2, num_own=2).order.tolist()
-          [1, 0, 2]
-        """
-        order = np.argsort(cluster_of, kind="stable").astype(np.int32)
-        sizes = np.bincount(cluster_of, minlength=num_clusters).astype(np.int32)
-        kernel = jnp.asarray(kernel)
-        bias = jnp.zeros(kernel.shape[:1]) if bias is None else jnp.asarray(bias)
-        return cls(kernel, bias, jnp.asarray(order), jnp.asarray(sizes), num_own, first_class)
-
-    @property
-    def cluster_of(self) -> Int[np.ndarray, " classes"]:
-        """The cluster of each class."""
-        clusters = np.empty(len(self.order), np.int32)
-        clusters[np.asarray(self.order)] = np.repeat(np.arange(len(self.sizes)), np.asarray(self.sizes))
-        return clusters
-
-    def log_sums(
-        self, features: Float[Array, " features"], estimates: Float[Array, " clusters"]
-    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Opens the clusters with the largest estimates, as long as their classes are at most ``num_own``.
-
-        Returns:
-          The logsumexp of the estimates of the clusters that stay closed, and that of the logits of the others' classes.
-        """
-        by_size = jnp.argsort(-estimates)
-        sizes = jnp.where(self.sizes > self.num_own, 0, self.sizes)[by_size]
-        sizes = jnp.where(jnp.cumsum(sizes) <= self.num_own, sizes, 0)
-        repeat = functools.partial(jnp.repeat, repeats=sizes, total_repeat_length=self.num_own)
-        starts, places = jnp.cumsum(self.sizes) - self.sizes, jnp.arange(self.num_own)
-        within = places - repeat(jnp.cumsum(sizes) - sizes)
-        rows = self.order.at[repeat(starts[by_size]) + within].get(mode="clip") - self.first_class
-        closed = jnp.where(sizes > 0, -jnp.inf, estimates[by_size])
-        own = jnp.where(places < jnp.sum(sizes), self._logits(features, rows), -jnp.inf)
-        return jax.nn.logsumexp(closed), jax.nn.logsumexp(own)
-
-    def _logits(self, features, rows) -> Float[Array, " rows"]:
-        """The logits of some rows; minus infinity for those that another process has."""
-        logits = all_logits(features, self.kernel.at[rows].get(mode="clip").astype(jnp.float32), None)
-        if self.scales is not None:
-            logits = logits * self.scales.at[rows].get(mode="clip")
-        bias = self.bias.at[rows].get(mode="fill", fill_value=-jnp.inf, wrap_negative_indices=False)
-        return logits + bias.astype(jnp.float32)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("kernel", "bias", "fit", "clusters"), meta_fields=()
-)
-@dataclasses.dataclass(frozen=True, eq=False)
-class Normalizer:
-    """An estimate of ``log sum_j exp z_j`` from the features: ``logsumexp(kernel @ features + bias)``.
-
-    With ``clusters``, each row stands for some classes, and the classes of the largest of them are read themselves.
-
-    It is a pytree, and calling it is pure: it may be jitted, vmapped, and passed to a jitted function.
-
-    Attributes:
-      kernel: The rows, shape ``[C, d]``; one row makes it affine.
-      bias: One number per row, shape ``[C]``.
-      fit: How well it fits.
-      clusters: The classes that each row stands for; None if the rows stand for themselves.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> normalizer = Normalizer(jnp.array([[1.0, 0.0], [0.0, 1.0]]), jnp.zeros(2), Fit(1.0, 0.0, 0))
-      >>> normalizer(jnp.array([[0.0, 0.0]]))
-      Array([0.6931], dtype=float32)
-    """
-
-    kernel: Float[Array, "rows features"]
-    bias: Float[Array, " rows"]
-    fit: Fit
-    clusters: Clusters | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows that a call reads."""
-        return self.kernel.shape[0] + (0 if self.clusters is None else self.clusters.num_own)
-
-    def __call__(self, features: Float[Array, "*batch features"]) -> Float[Array, "*batch"]:
-        """Estimates the log-normalizer of each example.
-
-        Args:
-          features: Features, shape ``[..., d]``.
-
-        Returns:
-          One number per example, shape ``[...]``; the score of class c is its logit minus this.
-        """
-        return jnp.logaddexp(*self.log_sums(features))
-
-    def log_sums(
-        self, features: Float[Array, "*batch features"]
-    ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
-        """The two parts of the estimate: the logsumexp of the rows, and that of the classes that are read themselves."""
-        estimates = all_logits(features, self.kernel, self.bias)
-        clusters = self.clusters
-        if clusters is None or not clusters.kernel.shape[0]:
-            log_sum = jax.nn.logsumexp(estimates, axis=-1)
-            return log_sum, jnp.full_like(log_sum, -jnp.inf)
-        if not explicit_axes(clusters):
-            return _opened(clusters, features, estimates)
-        arrays = (clusters, jnp.asarray(features), estimates)
-        return partitioned_by_xla(_opened, arrays, out_spec=(PartitionSpec(), PartitionSpec()))
-
-
-@jax.jit
-def _opened(clusters: Clusters, features, estimates) -> tuple[Array, Array]:
-    """`Clusters.log_sums` of many examples, as many at a time as the memory for their rows allows."""
-    examples = (
-        jnp.asarray(features).reshape(-1, features.shape[-1]),
-        estimates.reshape(-1, estimates.shape[-1]),
-    )
-    row_bytes = clusters.num_own * clusters.kernel.shape[1] * clusters.kernel.dtype.itemsize
-    # A program for batches of any size takes the examples one by one.
-    at_once = max(1, _MAX_GATHERED_BYTES // row_bytes) if isinstance(examples[0].shape[0], int) else None
-    parts = lax.map(lambda example: clusters.log_sums(*example), examples, batch_size=at_once)
-    closed, own = (part.reshape(features.shape[:-1]) for part in parts)
-    return closed, own
-
-
-_log_sums = jax.jit(Normalizer.log_sums)
-
-
-def estimates(
-    normalizer: Normalizer | None,
-    features: Float[np.ndarray, "examples features"],
-    *,
-    share: ClassShare | None = None,
-) -> Float[np.ndarray, " examples"]:
-    """What a normalizer says about many examples; zeros if there is none.
-
-    Args:
-      normalizer: The normalizer.
-      features: Features, shape ``[n, d]``.
-      share: The classes that this process has the rows of, if it has not all of them.
-
-    Returns:
-      One number per example, shape ``[n]``.
-
-    Examples:
-      >>> estimates(None, np.ones((2, 3), np.float32)).tolist()
-      [0.0, 0.0]
-    """
-    if normalizer is None:
-        return np.zeros(len(features), np.float32)
-    parts = [np.zeros(0, np.float32)]
-    for start in range(0, len(features), _CHUNK):
-        closed, own = jax.device_get(_log_sums(normalizer, features[start : start + _CHUNK]))
-        if share is not None and not share.is_alone:
-            own = np.logaddexp.reduce(share.gather(own), axis=0)
-        parts.append(np.logaddexp(closed, own))
-    return np.concatenate(parts)
-
-
-def log_normalizer(
-    features: Float[Array, "*batch features"],
-    kernel: Float[Array, "classes features"],
-    bias: Float[Array, " classes"] | None = None,
-    *,
-    block_size: int | None = None,
-) -> Float[Array, "*batch"]:
-    """Computes ``log sum_j exp z_j`` over all classes, class block by class block: what a normalizer estimates.
-
-    Args:
-      features: Features, shape ``[..., d]``.
-      kernel: One row per class, shape ``[k, d]``.
-      bias: One number per class, shape ``[k]``; none if None.
-      block_size: How many classes are looked at in one go; chosen if None.
-
-    Returns:
-      One number per example, shape ``[...]``.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> log_normalizer(jnp.zeros((1, 3)), jnp.ones((4, 3)))
-      Array([1.3863], dtype=float32)
-    """
-    features, kernel, bias = check_output_layer(features, kernel, bias)
-    logits = LinearLogits(features, kernel, bias, block_size=block_size)
-    _, parts = LinearStats(logits, jnp.zeros(features.shape[:-1], jnp.int32)).logsumexp()
-    return parts.peak + parts.log_sum
 
 
 def fit_normalizer(
@@ -367,7 +108,7 @@ def fit_normalizer(
         num_held_out = max(1, len(order) // 10)
         testing, order = training[np.sort(order[:num_held_out][:_MAX_HELD_OUT])], order[num_held_out:]
     num_fitted, clusters = len(order), None
-    num_clusters, num_own = rows_of_clusters(num_rows, share.num_classes)
+    num_clusters, num_own = rows_of_clusters(share.num_classes, num_rows=num_rows)
     if num_rows > 1:
         order = order[: min(_MAX_FITTED, _MAX_SHARES // num_clusters)]
     training = training[np.sort(order)]
@@ -378,10 +119,12 @@ def fit_normalizer(
     else:
         found = cluster_rows(training, kernel, bias, num_clusters=num_clusters, seed=seed, share=share)
         mine = found.cluster_of[share.classes.start : share.classes.stop]
-        pools = [(each, head.log_sums(each, mine, num_clusters)) for each in (training, testing)]
-        wanted = np.logaddexp.reduce(pools[1][1], axis=1)
+        fitted = training, head.log_sums(training, mine, num_clusters)
+        tested = testing, head.log_sums(testing, mine, num_clusters)
+        wanted = np.logaddexp.reduce(tested[1], axis=1)
         step = learning_rate * head.size_of_entries()
-        rows = _descend((found.kernel, found.bias), *pools, step, num_steps, batch_size, seed, on_progress)
+        start = found.kernel, found.bias
+        rows = _descend(start, fitted, tested, step, num_steps, batch_size, seed, on_progress)
         if num_own:
             clusters = Clusters.of(
                 found.cluster_of,
@@ -391,60 +134,23 @@ def fit_normalizer(
                 num_own=num_own,
                 first_class=share.classes.start,
             )
-    normalizer = Normalizer(*rows, Fit(0.0, 0.0, num_fitted), clusters)
+    normalizer = Normalizer(rows[0], rows[1], Fit(0.0, 0.0, num_fitted), clusters)
     error = float(np.mean(np.square(estimates(normalizer, testing, share=share) - wanted, dtype=np.float64)))
     variance = max(float(np.var(wanted, dtype=np.float64)), 1e-12)
     return dataclasses.replace(normalizer, fit=Fit(1.0 - error / variance, error**0.5, num_fitted))
 
 
-def rows_of_clusters(num_rows: int, num_classes: int) -> tuple[int, int]:
+def rows_of_clusters(num_classes: int, *, num_rows: int) -> tuple[int, int]:
     """Divides the rows of a normalizer: how many clusters there are, and how many own rows of classes are read.
 
     With so many classes that fewer than four clusters could be opened, all rows are those of clusters.
 
     Examples:
-      >>> rows_of_clusters(256, 2221), rows_of_clusters(256, 42174)
+      >>> rows_of_clusters(2221, num_rows=256), rows_of_clusters(42174, num_rows=256)
       ((128, 128), (256, 0))
     """
     num_clusters = num_rows // 2 if num_rows**2 >= _OPENED * num_classes else num_rows
     return num_clusters, num_rows - num_clusters
-
-
-def fold(
-    normalizer: Normalizer,
-    kernel: Float[ArrayLike, "classes features"],
-    bias: Float[ArrayLike, " classes"] | None = None,
-) -> tuple[Float[Array, "classes features"], Float[Array, " classes"]]:
-    """Subtracts an affine normalizer from every row of an output layer, so that it costs nothing when it is asked.
-
-    All logits of an example move by the same number: its softmax probabilities stay.
-
-    Args:
-      normalizer: A normalizer with one row.
-      kernel: One row per class, shape ``[k, d]``, or those rows that are needed.
-      bias: One number per class, shape ``[k]``; zero if None.
-
-    Returns:
-      Kernel and bias whose logits are normalized scores.
-
-    Raises:
-      ValueError: if the normalizer has several rows.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> normalizer = Normalizer(jnp.array([[1.0, 0.0]]), jnp.array([0.5]), Fit(1.0, 0.0, 0))
-      >>> fold(normalizer, jnp.array([[2.0, 1.0]]), jnp.array([1.0]))
-      (Array([[1., 1.]], dtype=float32), Array([0.5], dtype=float32))
-    """
-    if normalizer.num_rows != 1:
-        raise ValueError(
-            f"Only an affine normalizer can be folded into the rows, and this one has {normalizer.num_rows} rows."
-        )
-    kernel = jnp.asarray(kernel)
-    bias = jnp.zeros(kernel.shape[:1], normalizer.bias.dtype) if bias is None else jnp.asarray(bias)
-    dtype = accumulation_dtype(kernel, normalizer.kernel)
-    folded = kernel.astype(dtype) - normalizer.kernel.astype(dtype)
-    return folded, bias.astype(dtype) - normalizer.bias.astype(dtype)
 
 
 class _Head:
@@ -482,7 +188,7 @@ class _Head:
             self._on_progress("all logits of the examples", start + len(chunk), len(features))
         return found
 
-    def whole(self) -> tuple[Array, Array]:
+    def whole(self) -> _Rows:
         """Kernel and bias of all processes."""
         kernel, bias = self._kernel, self._bias.astype(self._kernel.dtype)
         if not self._share.is_alone:
@@ -525,7 +231,7 @@ def _collected(features, num_features: int) -> Float[np.ndarray, "examples featu
     return np.concatenate(parts)
 
 
-def _affine_rows(features: np.ndarray, log_z: np.ndarray) -> tuple[Array, Array]:
+def _affine_rows(features: np.ndarray, log_z: np.ndarray) -> _Rows:
     """Least squares of log Z on the features, in double precision."""
     num_features = features.shape[1]
     gram, moment = np.zeros((num_features + 1, num_features + 1)), np.zeros(num_features + 1)
@@ -537,7 +243,7 @@ def _affine_rows(features: np.ndarray, log_z: np.ndarray) -> tuple[Array, Array]
     return jnp.asarray(solution[None, :-1]), jnp.asarray(solution[-1:])
 
 
-def _descend(start, training, testing, learning_rate, num_steps, batch_size, seed, on_progress):
+def _descend(start, training, testing, learning_rate, num_steps, batch_size, seed, on_progress) -> _Rows:
     """Adam on `_cost`; the average of the last rows, when it costs the held-out examples least.
 
     Biases are moved as if they were weights of one more feature that is as large as the others.
