@@ -47,7 +47,7 @@ def train_on_all_meshes(folder: Path) -> None:
                 state, totals = trainer.advance(state, step)
                 losses.append(float(totals.last_loss))
             stored = trainer.stored(state)
-            written = sum(len(part) for part in stored.params["head"]["kernel"].parts.values())
+            written = sum(len(chunk) for _, chunk in stored.params["head"]["kernel"].chunks())
             checkpoints.save(STEPS, stored, config={})
             checkpoints.wait()
             # What one mesh stored, the next one reads.
