@@ -48,7 +48,7 @@ class ClassParallel(Placement):
         self._num_classes = dataset.num_classes
         self._kernel = template.params["head"]["kernel"]
         self._rows = rows_per_part(self._kernel, self.mesh.shape[CLASS_AXIS])
-        num_padding = self._rows * self.mesh.shape[CLASS_AXIS] - self._num_classes
+        num_padding = self._num_rows - self._num_classes
         options = loss_options(config, dataset)
         if "num_noise" in options and num_padding:
             uniform = np.full(dataset.num_classes, 1 / dataset.num_classes, np.float32)

@@ -15,6 +15,7 @@ from pols_jax.training.checkpoints import Checkpoints
 from pols_jax.training.config import RunConfig
 from pols_jax.training.learning import Learner
 from pols_jax.training.spread_rows import kernel_rows
+from pols_jax.training.starting import Start
 from pols_jax.training.trainer import Trainer
 
 # 94 classes: not a multiple of the class parts.
@@ -47,6 +48,13 @@ def test_a_kernel_that_is_drawn_in_pieces_has_the_bits_of_one_that_is_drawn_at_o
         characters.image_shape
     )
     chex.assert_trees_all_equal(trainer.whole(trainer.init()), expected)
+
+
+def test_rows_of_another_run_take_the_place_of_drawn_ones(characters):
+    trainer = Trainer(CONFIG, characters)
+    head = {"kernel": np.ones((94, 25), np.float32), "bias": np.arange(94, dtype=np.float32)}
+    start = Start(None, {"params": {"head": head}})  # type: ignore[arg-type]
+    chex.assert_trees_all_equal(trainer.whole(trainer.init(start)).params["head"], head)
 
 
 def test_rows_beyond_2_to_the_32_numbers_are_drawn_on_their_own_too():
