@@ -148,9 +148,7 @@ class ArrayParts:
             await (store if rows is None else store[first : first + len(piece)]).write(piece)
 
 
-def checksums(
-    arrays: Mapping[str, ArrayParts], *, add: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers
-) -> dict[str, Any]:
+def checksums(arrays: Mapping[str, ArrayParts], *, add: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
     """The checksum of every array, or of each of its chunks.
 
     Args:
