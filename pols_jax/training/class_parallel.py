@@ -115,12 +115,14 @@ class ClassParallel(Placement):
         )
 
     def stored(self, state: TrainState) -> TrainState:
-        """The rows of this host. Arrays of a few chunks, which parts would share, are gathered instead."""
+        """The rows of this host: copies, or if they are many, the rows on its devices, which the next step writes over.
+
+        Arrays of a few chunks, which parts would share, are gathered instead.
+        """
         leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
         whole = {name: leaf for name, leaf in leaves.items() if not self._has_whole_chunks(name, leaf)}
         whole = jax.jit(lambda arrays: arrays, out_shardings=self._replicated)(whole)
         parts = {name: _parts(leaf) for name, leaf in leaves.items() if name not in whole}
-        # Copies, because the next step writes where these arrays are.
         if sum(part.nbytes for each in parts.values() for part in each.values()) <= _MAX_COPIED_BYTES:
             parts = jax.tree.map(np.array, parts)
 
