@@ -1,8 +1,10 @@
-"""What `test_host_meshes` starts on every host: trains on each split of a mesh, step by step, and stores what it finds."""
+"""What `test_host_meshes` starts on every host: trains on each split of a mesh, and with drawn classes, step by step."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from pols_jax.training.config import RunConfig
 from pols_jax.training.hosts import joined
@@ -17,13 +19,12 @@ CONFIG = RunConfig(
     learning_rate=0.05,
     head="sharded",
 )
+SAMPLED = dataclasses.replace(CONFIG, head="sampled", num_noise=10)
 MESHES = {"4x1": "data=4,class=1", "2x2": "data=2,class=2", "1x4": "data=1,class=4"}
 STEPS = 4
 
 
-def train_on_all_meshes(folder: Path) -> None:
-    import dataclasses
-
+def train_all(folder: Path) -> None:
     import jax
 
     from pols_jax.data import load
@@ -47,7 +48,7 @@ def train_on_all_meshes(folder: Path) -> None:
                 state, totals = trainer.advance(state, step)
                 losses.append(float(totals.last_loss))
             stored = trainer.stored(state)
-            written = sum(len(part) for part in stored.params["head"]["kernel"].parts.values())
+            written = sum(len(chunk) for _, chunk in stored.params["head"]["kernel"].chunks())
             checkpoints.save(STEPS, stored, config={})
             checkpoints.wait()
             # What one mesh stored, the next one reads.
@@ -64,7 +65,23 @@ def train_on_all_meshes(folder: Path) -> None:
             "rows written": written,
             "validation": trainer.validate(state),
         }
+    found["sampled"] = train_sampled(folder, dataset)
     (folder / f"found-{jax.process_index()}.json").write_text(json.dumps(found))
+
+
+def train_sampled(folder: Path, dataset: Any) -> dict[str, Any]:
+    from pols_jax.training.checkpoints import Checkpoints
+    from pols_jax.training.trainer import Trainer
+
+    trainer = Trainer(SAMPLED, dataset)
+    state, losses = trainer.init(), []
+    for step in range(1, STEPS + 1):
+        state, totals = trainer.advance(state, step)
+        losses.append(float(totals.last_loss))
+    with Checkpoints(folder / "sampled") as checkpoints:
+        checkpoints.save(STEPS, trainer.stored(state), config={})
+        checkpoints.wait()
+    return {"losses": losses, "validation": trainer.validate(trainer.caught_up(state))}
 
 
 if __name__ == "__main__":
@@ -73,4 +90,4 @@ if __name__ == "__main__":
     if place:
         options = {"coordinator": place[0], "num_processes": 2, "process_id": int(place[1])}
     with joined(**options):
-        train_on_all_meshes(Path(out))
+        train_all(Path(out))

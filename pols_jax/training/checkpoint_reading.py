@@ -287,9 +287,9 @@ def seal(
     arrays: Mapping[str, ArrayParts],
     *,
     config: Mapping[str, Any],
-    data: Mapping[str, Any] | None = None,
-    validation_accuracy: float | None = None,
-    add: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers,
+    data: Mapping[str, Any] | None,
+    validation_accuracy: float | None,
+    add: Callable[[np.ndarray], np.ndarray],
 ) -> dict[str, Any]:
     """Makes the ``meta`` of a checkpoint, by which a change of any bit of it is noticed; ``add`` as in `checksums`."""
     found = checksums(arrays, add=add)

@@ -35,7 +35,7 @@ from pols_jax.training.checkpoint_reading import (
     seal,
     stored_steps,
 )
-from pols_jax.training.hosts import sum_of_hosts, texts_of_hosts
+from pols_jax.training.hosts import largest_of_hosts, sum_of_hosts, texts_of_hosts
 from pols_jax.training.stored_arrays import ArrayParts, leaf_name
 
 __all__ = ["Checkpoints", "HeadRows", "Saved", "newest_step"]
@@ -125,7 +125,7 @@ class Checkpoints:
         data: Mapping[str, Any] | None = None,
         validation_accuracy: float | None = None,
     ) -> None:
-        """Starts to write a checkpoint, and returns while it is being written.
+        """Starts to write a checkpoint, and returns while it is being written; with arrays on devices, when it is written.
 
         Args:
           step: The number of steps that the state has seen.
@@ -168,6 +168,8 @@ class Checkpoints:
         self._being_written = step
         if validation_accuracy is not None:
             self._accuracies[step] = validation_accuracy
+        if largest_of_hosts(int(any(array.is_on_device for array in arrays.values()))):
+            self.wait()
 
     def wait(self) -> None:
         """Waits until the last checkpoint is on disk.

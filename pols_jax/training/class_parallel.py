@@ -8,7 +8,6 @@ With several hosts the class axis is laid over the hosts first, so that a host h
 host creates, updates, stores and reads the rows of its own devices.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +24,13 @@ from pols_jax.heads import padding_bias
 from pols_jax.training.config import RunConfig
 from pols_jax.training.learning import CLASS_AXIS, DATA_AXIS, Learner, TrainState, loss_options, run_loss
 from pols_jax.training.placement import Placement, check_batch_size
+from pols_jax.training.spread_rows import SpreadRows, kernel_rows
 from pols_jax.training.stored_arrays import ArrayParts, chunk_rows, is_of_head, leaf_name
 
 # From this many chunks of a checkpoint on, a device has whole chunks, and its host writes them without any other.
 _MANY_CHUNKS = 8
+# Rows of a host that are more than this are not copied to be written: training waits until they are on the disk.
+_MAX_COPIED_BYTES = 2**27
 
 
 class ClassParallel(Placement):
@@ -44,8 +46,9 @@ class ClassParallel(Placement):
         learner = Learner.from_config(config, dataset)
         template = jax.eval_shape(lambda: learner.init(dataset.image_shape))
         self._num_classes = dataset.num_classes
-        self._rows = rows_per_part(template.params["head"]["kernel"], self.mesh.shape[CLASS_AXIS])
-        num_padding = self._rows * self.mesh.shape[CLASS_AXIS] - self._num_classes
+        self._kernel = template.params["head"]["kernel"]
+        self._rows = rows_per_part(self._kernel, self.mesh.shape[CLASS_AXIS])
+        num_padding = self._num_rows - self._num_classes
         options = loss_options(config, dataset)
         if "num_noise" in options and num_padding:
             uniform = np.full(dataset.num_classes, 1 / dataset.num_classes, np.float32)
@@ -54,7 +57,7 @@ class ClassParallel(Placement):
         self._replicated = NamedSharding(self.mesh, P())
         self._batch_sharding = NamedSharding(self.mesh, P((DATA_AXIS, CLASS_AXIS)))
         self._shardings = jax.tree_util.tree_map_with_path(
-            lambda path, _: self._spread_rows if is_of_head(leaf_name(path)) else self._replicated, template
+            lambda path, _: self._row_sharding if is_of_head(leaf_name(path)) else self._replicated, template
         )
         devices = self.mesh.devices.reshape(-1)
         self._places = [i for i, each in enumerate(devices) if each.process_index == jax.process_index()]
@@ -62,29 +65,38 @@ class ClassParallel(Placement):
             _connect(self.mesh)
 
     @property
-    def _spread_rows(self) -> NamedSharding:
+    def _row_sharding(self) -> NamedSharding:
         return NamedSharding(self.mesh, P(CLASS_AXIS))
 
     def init(self, first: Callable[[Any], TrainState], arrays: Any) -> TrainState:
         """Creates each row on the devices that hold it; its values do not depend on the mesh."""
 
-        def program(arrays):
-            return jax.tree_util.tree_map_with_path(self._padded, first(arrays))
+        def program(kernel, arrays):
+            state = first(arrays)
+            if kernel is not None:
+                state.params["head"]["kernel"] = kernel
+            return jax.tree_util.tree_map_with_path(self._padded, state)
 
-        return jax.jit(program, out_shardings=self._shardings)(arrays)
+        kernel = None
+        if "head" not in (arrays or {}).get("params", {}):
+            # XLA would draw a whole part at once, which takes three times its memory on a CPU.
+            rows = kernel_rows(self.learner.model, self.learner.seed, self._kernel.shape[1])
+            kernel = self._spread("params.head.kernel", self._kernel).placed(rows)
+        return jax.jit(program, out_shardings=self._shardings, donate_argnums=0)(kernel, arrays)
 
     def template(self, state: TrainState) -> TrainState:
         """Every host reads the rows of its devices."""
 
         def template(path, leaf):
             name = leaf_name(path)
-            if not is_of_head(name):
-                return leaf
-            return _RowsToRead(
-                leaf.shape, leaf.dtype, self._num_rows, _fill(name, leaf.dtype), self._spread_rows
-            )
+            return self._spread(name, leaf) if is_of_head(name) else leaf
 
         return jax.tree_util.tree_map_with_path(template, state)
+
+    def _spread(self, name: str, leaf: Any) -> SpreadRows:
+        """What an array with a row per class is on the mesh, from its shape and dtype."""
+        fill = _fill(name, leaf.dtype)
+        return SpreadRows(name, leaf.shape, leaf.dtype, self._num_rows, fill, self._row_sharding)
 
     def place(self, state: TrainState) -> TrainState:
         """Puts a whole state on the mesh, with rows of padding."""
@@ -103,31 +115,28 @@ class ClassParallel(Placement):
         )
 
     def stored(self, state: TrainState) -> TrainState:
-        """The rows of this host. Arrays of a few chunks, which parts would share, are gathered instead."""
+        """The rows of this host: copies, or if they are many, the rows on its devices, which the next step writes over.
+
+        Arrays of a few chunks, which parts would share, are gathered instead.
+        """
         leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
         whole = {name: leaf for name, leaf in leaves.items() if not self._has_whole_chunks(name, leaf)}
         whole = jax.jit(lambda arrays: arrays, out_shardings=self._replicated)(whole)
+        parts = {name: _parts(leaf) for name, leaf in leaves.items() if name not in whole}
+        if sum(part.nbytes for each in parts.values() for part in each.values()) <= _MAX_COPIED_BYTES:
+            parts = jax.tree.map(np.array, parts)
 
         def stored(path, leaf):
             name = leaf_name(path)
-            # Copies, because the next step writes where these arrays are.
-            if name not in whole:
-                return self._parts(name, leaf)
-            return self._without_padding(name, np.array(whole[name]))
+            if name in whole:
+                return self._without_padding(name, np.array(whole[name]))
+            return ArrayParts(name, (self._num_classes, *leaf.shape[1:]), np.dtype(leaf.dtype), parts[name])
 
         return jax.tree_util.tree_map_with_path(stored, state)
 
     def _has_whole_chunks(self, name: str, leaf: jax.Array) -> bool:
         rows = chunk_rows(name, (self._num_classes, *leaf.shape[1:]), leaf.dtype)
         return rows is not None and self._rows % rows == 0
-
-    def _parts(self, name: str, leaf: jax.Array) -> ArrayParts:
-        parts = {}
-        for shard in leaf.addressable_shards:
-            first = shard.index[0].start or 0
-            if shard.replica_id == 0 and first < self._num_classes:
-                parts[first] = np.array(shard.data)[: self._num_classes - first]
-        return ArrayParts(name, (self._num_classes, *leaf.shape[1:]), np.dtype(leaf.dtype), parts)
 
     def put(self, arrays: Any) -> Any:
         """Puts a copy of the data on each device."""
@@ -181,33 +190,6 @@ class ClassParallel(Placement):
             return leaf
         widths = ((0, self._num_rows - self._num_classes), *((0, 0),) * (leaf.ndim - 1))
         return jnp.pad(leaf, widths, constant_values=_fill(name, leaf.dtype))
-
-
-@dataclasses.dataclass(frozen=True)
-class _RowsToRead:
-    """The template of an array with a row per class, of which a host reads what its devices hold."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    num_rows: int
-    fill: float
-    sharding: NamedSharding
-
-    def placed(self, rows: Callable[[int, int], np.ndarray]) -> jax.Array:
-        """The array on the devices, with its padding, from what reads some rows."""
-        read: dict[int, np.ndarray] = {}  # devices that hold the same rows share them
-
-        def part(index):
-            start, stop, _ = index[0].indices(self.num_rows)
-            if start not in read:
-                end = min(stop, self.shape[0])
-                read[start] = rows(start, end) if start < end else np.zeros((0, *self.shape[1:]), self.dtype)
-                if stop > max(start, end):
-                    widths = ((0, stop - max(start, end)), *((0, 0),) * (len(self.shape) - 1))
-                    read[start] = np.pad(read[start], widths, constant_values=self.fill)
-            return read[start]
-
-        return jax.make_array_from_callback((self.num_rows, *self.shape[1:]), self.sharding, part)
 
 
 def rows_per_part(kernel: Any, num_parts: int) -> int:
@@ -278,6 +260,13 @@ def _connect(mesh: Mesh) -> None:
     for axis in (DATA_AXIS, CLASS_AXIS, (DATA_AXIS, CLASS_AXIS)):
         add = jax.shard_map(lambda x, axis=axis: lax.psum(x, axis), mesh=mesh, in_specs=P(), out_specs=P())
         jax.block_until_ready(jax.jit(add)(np.float32(1)))
+
+
+def _parts(array: jax.Array) -> dict[int, jax.Array]:
+    """By their first row, the rows of this host's devices, unless another host has them too and comes first."""
+    return {
+        shard.index[0].start or 0: shard.data for shard in array.addressable_shards if shard.replica_id == 0
+    }
 
 
 def _fill(name: str, dtype: Any) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import tensorstore
+from jax import lax
 
 __all__ = [
     "ArrayParts",
@@ -22,6 +23,7 @@ __all__ = [
     "checksums",
     "chunk_rows",
     "crc32",
+    "group_rows",
     "is_of_head",
     "leaf_name",
 ]
@@ -62,6 +64,11 @@ def chunk_rows(name: str, shape: tuple[int, ...], dtype: Any) -> int | None:
     return min(shape[0], max(1, max(_CHUNK_BYTES, num_bytes // _MAX_CHUNKS) * shape[0] // num_bytes))
 
 
+def group_rows(name: str, shape: tuple[int, ...], dtype: Any) -> int:
+    """How many rows of an array are read or written together."""
+    return _GROUP * (chunk_rows(name, shape, dtype) or 1)
+
+
 def crc32(*arrays: np.ndarray) -> int:
     """The checksum of the bytes of some arrays, one after the other."""
     value = 0
@@ -79,13 +86,14 @@ class ArrayParts:
       shape: The shape of the whole array.
       dtype: Its dtype.
       parts: By their first row, the rows that this process has; each part begins where a chunk begins. A process that
-        writes nothing of the array has none.
+        writes nothing of the array has none. Rows beyond ``shape`` are padding. A part on a device is copied to the
+        host a little at a time, and must not be given to another program before it is written.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    parts: Mapping[int, np.ndarray]
+    parts: Mapping[int, np.ndarray | jax.Array]
 
     @classmethod
     def of_first_host(cls, name: str, array: np.ndarray) -> "ArrayParts":
@@ -97,14 +105,30 @@ class ArrayParts:
         """How many rows make a chunk; None if there is only one."""
         return chunk_rows(self.name, self.shape, self.dtype)
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether there is no copy of it on the host."""
+        return any(isinstance(part, jax.Array) for part in self.parts.values())
+
     def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
         """The chunks that this process has, each with its number."""
-        if (rows := self.chunk_rows) is None:
-            yield from self.parts.items()
-            return
+        rows = self.chunk_rows
+        for first, piece in self._pieces(rows):
+            yield first // (rows or 1), piece
+
+    def _pieces(self, rows: int | None) -> Iterator[tuple[int, np.ndarray]]:
+        """The parts in pieces of so many rows, each with its first row; if None, as they are."""
         for first, part in self.parts.items():
-            for start in range(0, len(part), rows):
-                yield (first + start) // rows, part[start : start + rows]
+            if rows is None:
+                yield first, np.asarray(part)
+                continue
+            end = min(first + len(part), self.shape[0])
+            for start in range(first, end, rows):
+                size = min(rows, end - start)
+                if isinstance(part, jax.Array):
+                    yield start, np.asarray(lax.dynamic_slice_in_dim(part, start - first, size))
+                else:
+                    yield start, part[start - first : start - first + size]
 
     async def write(self, directory: Any) -> None:
         """Writes the parts into a folder of the array's name."""
@@ -120,18 +144,11 @@ class ArrayParts:
             },
         }
         store = await tensorstore.open(spec, create=True, open=True, dtype=self.dtype, shape=self.shape)
-        for first, part in self.parts.items():
-            if rows is None:
-                await store.write(part)
-                continue
-            for start in range(0, len(part), _GROUP * rows):  # a few at a time: what waits is copied
-                group = part[start : start + _GROUP * rows]
-                await store[first + start : first + start + len(group)].write(group)
+        for first, piece in self._pieces(rows and _GROUP * rows):  # a few at a time: what waits is copied
+            await (store if rows is None else store[first : first + len(piece)]).write(piece)
 
 
-def checksums(
-    arrays: Mapping[str, ArrayParts], *, add: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers
-) -> dict[str, Any]:
+def checksums(arrays: Mapping[str, ArrayParts], *, add: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
     """The checksum of every array, or of each of its chunks.
 
     Args:

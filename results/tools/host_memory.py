@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 NUM_FEATURES = 256
 NUM_HOSTS = 2
@@ -53,7 +54,7 @@ def measure_host(num_classes: int, folder: Path) -> None:
     dataset = Dataset("random", names, (NUM_FEATURES,), split, split, split, provenance={})  # type: ignore
     config = RunConfig(head="sharded", optimizer="momentum", batch_size=4, loss="cross_entropy")
     placement = ClassParallel(config, dataset)
-    found = {"host": jax.process_index(), "classes": num_classes}
+    found: dict[str, Any] = {"host": jax.process_index(), "classes": num_classes}
 
     peak = Peak()
     state = placement.init(lambda _: placement.learner.init(dataset.image_shape), None)

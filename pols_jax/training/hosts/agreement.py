@@ -50,8 +50,7 @@ def check_same_settings(
     if num_processes == 1:
         return
     process_id = jax.process_index() if process_id is None else process_id
-    store = distributed.global_state.client if store is None else store
-    key = Session.next_key()
+    store, key = store or _shared_store(), Session.next_key()
     machine = {"the number of devices": jax.local_device_count(), "the version of jax": jax.__version__}
     texts = {name: json.dumps(value, default=str) for name, value in {**settings, **machine}.items()}
     if process_id == 0:
@@ -102,9 +101,7 @@ def from_first_host(value: str) -> str:
     """Returns the first host's value on every host, without a device."""
     if jax.process_count() == 1:
         return value
-    store = distributed.global_state.client
-    assert store is not None
-    key = Session.next_key()
+    store, key = _shared_store(), Session.next_key()
     if jax.process_index() == 0:
         store.key_value_set(key, value)
         return value
@@ -115,14 +112,18 @@ def texts_of_hosts(text: str) -> list[str]:
     """The texts of all hosts, by process id, without a device."""
     if jax.process_count() == 1:
         return [text]
-    store = distributed.global_state.client
-    assert store is not None
-    key = Session.next_key()
+    store, key = _shared_store(), Session.next_key()
     store.key_value_set(f"{key}/{jax.process_index()}", text)
     return [
         _wait_for(store, f"{key}/{index}", f"the host with --process-id {index}")
         for index in range(jax.process_count())
     ]
+
+
+def _shared_store() -> Any:
+    store = distributed.global_state.client
+    assert store is not None
+    return store
 
 
 def _wait_for(store: Any, key: str, who: str, *, timeout: float | None = None) -> str:

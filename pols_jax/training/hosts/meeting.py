@@ -76,8 +76,6 @@ def meet(place: Place, *, timeout: float, say: Say) -> dict[int, Line]:
       HostError: if a host does not come in time; with exit code 2 if the flags of two hosts do not fit together, or the
         first host cannot listen.
     """
-    if place.num_processes == 1:
-        return {}
     return _gather(place, timeout, say) if place.process_id == 0 else {0: _report(place, timeout, say)}
 
 
