@@ -25,8 +25,10 @@ _CHUNK, _BLOCK = 2048, 8192
 _MAX_BYTES = 2**31
 # Examples that rows are fitted to, their shares of all clusters, and examples that decide when to stop.
 _MAX_FITTED, _MAX_SHARES, _MAX_HELD_OUT = 2**17, 2**26, 10_000
-# What the squared error of log Z counts for, beside the shares of the clusters.
+# What the squared error of log Z counts for, beside the shares of the clusters; and beside the doubt of the network, if the
+# estimate is too high or too low.
 _TOTAL_WEIGHT = 0.1
+_TOO_HIGH, _TOO_LOW = 0.3, 0.01
 # Clusters are opened if the square of the rows is this many times the classes: half of the rows are then four clusters.
 _OPENED = 16
 # The average of the rows follows them over this part of the steps.
@@ -41,7 +43,7 @@ def fit_normalizer(
     num_rows: int,
     held_out: Float[ArrayLike, "others features"] | None = None,
     seed: int = 0,
-    num_steps: int = 1000,
+    num_steps: int = 1500,
     batch_size: int = 2048,
     learning_rate: float = 0.06,
     share: ClassShare | None = None,
@@ -119,12 +121,15 @@ def fit_normalizer(
     else:
         found = cluster_rows(training, kernel, bias, num_clusters=num_clusters, seed=seed, share=share)
         mine = found.cluster_of[share.classes.start : share.classes.stop]
-        fitted = training, head.log_sums(training, mine, num_clusters)
-        tested = testing, head.log_sums(testing, mine, num_clusters)
-        wanted = np.logaddexp.reduce(tested[1], axis=1)
+        if num_own:
+            cost, targets = _cost_of_shares, lambda features: head.log_sums(features, mine, num_clusters)[:1]
+        else:
+            cost, targets = _cost_of_log_z, head.log_z_and_doubt
+        fitted, tested = ((features, *targets(features)) for features in (training, testing))
+        wanted = np.logaddexp.reduce(np.atleast_2d(tested[1].T))
         step = learning_rate * head.size_of_entries()
         start = found.kernel, found.bias
-        rows = _descend(start, fitted, tested, step, num_steps, batch_size, seed, on_progress)
+        rows = _descend(cost, start, fitted, tested, step, num_steps, batch_size, seed, on_progress)
         if num_own:
             clusters = Clusters.of(
                 found.cluster_of,
@@ -163,17 +168,22 @@ class _Head:
 
     def log_z(self, features: np.ndarray) -> Float[np.ndarray, " examples"]:
         """The logsumexp of all logits of each example."""
-        return self.log_sums(features, np.zeros(len(self._kernel), np.int32), 1)[:, 0]
+        return self.log_z_and_doubt(features)[0]
 
-    def log_sums(self, features, cluster_of, num_clusters: int) -> Float[np.ndarray, "examples clusters"]:
-        """The logsumexp over the classes of each cluster; minus infinity if it is nothing beside the largest logit."""
+    def log_z_and_doubt(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The logsumexp of all logits, and the probability of all classes but the likeliest."""
+        log_sums, peaks = self.log_sums(features, np.zeros(len(self._kernel), np.int32), 1)
+        return log_sums[:, 0], -np.expm1(np.minimum(peaks - log_sums[:, 0], 0))
+
+    def log_sums(self, features, cluster_of, num_clusters: int) -> tuple[np.ndarray, np.ndarray]:
+        """The logsumexp over the classes of each cluster, minus infinity if it is nothing; and the largest logit."""
         order = np.argsort(cluster_of, kind="stable")
-        found = np.empty((len(features), num_clusters), np.float32)
+        found = np.empty((len(features), num_clusters), np.float32), np.empty(len(features), np.float32)
         for start in range(0, len(features), _CHUNK):
             chunk = features[start : start + _CHUNK]
             batch = np.zeros((_CHUNK, features.shape[1]), np.float32)
             batch[: len(chunk)] = chunk
-            own = np.full((len(chunk), num_clusters), -np.inf, np.float32)
+            own, largest = np.full((len(chunk), num_clusters), -np.inf, np.float32), np.float32(-np.inf)
             for first in range(0, len(order), _BLOCK):
                 block = order[first : first + _BLOCK]
                 peak, parts = jax.device_get(_peak_and_parts(batch, self._kernel[block], self._bias[block]))
@@ -182,9 +192,11 @@ class _Head:
                     log_sums = np.log(np.add.reduceat(parts[: len(chunk)], starts, axis=1))
                 log_sums += peak[: len(chunk), None]
                 own[:, clusters] = np.logaddexp(own[:, clusters], log_sums)
+                largest = np.maximum(largest, peak[: len(chunk)])
             if not self._share.is_alone:
                 own = np.logaddexp.reduce(self._share.gather(own), axis=0)
-            found[start : start + len(chunk)] = own
+                largest = self._share.gather(np.broadcast_to(largest, len(chunk))).max(axis=0)
+            found[0][start : start + len(chunk)], found[1][start : start + len(chunk)] = own, largest
             self._on_progress("all logits of the examples", start + len(chunk), len(features))
         return found
 
@@ -243,8 +255,10 @@ def _affine_rows(features: np.ndarray, log_z: np.ndarray) -> _Rows:
     return jnp.asarray(solution[None, :-1]), jnp.asarray(solution[-1:])
 
 
-def _descend(start, training, testing, learning_rate, num_steps, batch_size, seed, on_progress) -> _Rows:
-    """Adam on `_cost`; the average of the last rows, when it costs the held-out examples least.
+def _descend(
+    cost, start, training, testing, learning_rate, num_steps, batch_size, seed, on_progress
+) -> _Rows:
+    """Adam on a cost; the average of the last rows, when it costs the held-out examples least.
 
     Biases are moved as if they were weights of one more feature that is as large as the others.
     """
@@ -261,7 +275,7 @@ def _descend(start, training, testing, learning_rate, num_steps, batch_size, see
         def step(i, carry):
             rows, average, state = carry
             index = jax.random.randint(jax.random.fold_in(key, i), (batch_size,), 0, len(pool[0]))
-            gradients = jax.grad(_cost)(rows, *(array[index] for array in pool))
+            gradients = jax.grad(cost)(rows, *(array[index] for array in pool))
             with jax.numpy_dtype_promotion("standard"):  # optax mixes step counts and floats
                 updates, state = optimizer.update(gradients, state)
                 updates = jax.tree.map(jnp.multiply, updates, (1.0, one))
@@ -270,19 +284,19 @@ def _descend(start, training, testing, learning_rate, num_steps, batch_size, see
 
         return lax.fori_loop(first, jnp.minimum(first + round_steps, num_steps), step, carry)
 
-    cost = jax.jit(_cost)
+    compiled_cost = jax.jit(cost)
     carry = (*(jax.tree.map(jnp.copy, start) for _ in range(2)), optimizer.init(start))
-    best, least = start, float(cost(start, *testing))
+    best, least = start, float(compiled_cost(start, *testing))
     for first in range(0, num_steps, round_steps):
         carry = advance(carry, first, pool)
-        now = float(cost(carry[1], *testing))
+        now = float(compiled_cost(carry[1], *testing))
         if now < least:
             best, least = jax.tree.map(jnp.copy, carry[1]), now
         on_progress(f"{len(start[1])} rows", min(first + round_steps, num_steps), num_steps)
     return best
 
 
-def _cost(rows, features, log_sums) -> Float[Array, ""]:
+def _cost_of_shares(rows, features, log_sums) -> Float[Array, ""]:
     """How wrong rows are about clusters: the cross-entropy of their shares of Z, and a part of the squared error of log Z.
 
     The shares decide which clusters are opened; the error is what is left of those that are not.
@@ -293,3 +307,14 @@ def _cost(rows, features, log_sums) -> Float[Array, ""]:
     wrong_shares = -jnp.sum(shares * jax.nn.log_softmax(estimates, axis=-1), axis=-1)
     errors = jax.nn.logsumexp(estimates, axis=-1) - jax.nn.logsumexp(log_sums, axis=-1)
     return jnp.mean(wrong_shares + _TOTAL_WEIGHT * jnp.square(errors))
+
+
+def _cost_of_log_z(rows, features, log_z, doubt) -> Float[Array, ""]:
+    """What errors of log Z cost, if no cluster is opened: their squares, each as much as it may move a rank.
+
+    An example that the network is unsure of loses its rank if its log Z is off by a little, in either direction. One that
+    it is sure of does so only if the estimate is too high: that lowers the score of its true class, while all its other
+    scores are far too low to matter.
+    """
+    errors = jax.nn.logsumexp(all_logits(features, *rows), axis=-1) - log_z
+    return jnp.mean((doubt + jnp.where(errors > 0, _TOO_HIGH, _TOO_LOW)) * jnp.square(errors))

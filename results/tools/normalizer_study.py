@@ -4,10 +4,14 @@ Every number is of the test split. Each run becomes an entry of the record, in t
 and loss, so that runs can be measured one after another.
 
 python results/tools/normalizer_study.py results/normalizers.json runs/mine/cross_entropy ...
+
+With very many classes each score takes minutes: --rows 1024 measures that normalizer alone, beside one logit and all logits.
 """
 
+import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +31,8 @@ from pols_jax.training.runs import Run
 _RULE = Rule.parse("precision=0.9")
 
 
-def study(run_dir: Path) -> dict[str, Any]:
-    """Measures a run with every normalizer of the ladder."""
+def study(run_dir: Path, ladder: Sequence[int]) -> dict[str, Any]:
+    """Measures a run with every normalizer of a ladder."""
     run = Run.open(run_dir)
     dataset = run.load_dataset()
     variables, (kernel, bias) = run.restore_backbone(), run.restore_head()
@@ -41,7 +45,7 @@ def study(run_dir: Path) -> dict[str, Any]:
         scored = ScoredSplit(split_features_, labels, kernel, bias)
         splits[name] = (scored, scored.example_stats(), split_features_)
     scores = [_score(splits, None, run.num_classes) | {"score": "one logit", "rows_read": 1}]
-    for num_rows in (rows for rows in LADDER if rows < run.num_classes):
+    for num_rows in (rows for rows in ladder if rows < run.num_classes):
         began = time.perf_counter()
         normalizer = fit_normalizer(
             features, kernel, bias, num_rows=num_rows, held_out=splits["validation"][2]
@@ -111,10 +115,14 @@ def _score(splits: dict[str, Any], normalizer: Any, num_classes: int) -> dict[st
 
 def main(arguments: list[str]) -> None:
     """Measures the runs, and writes each into the record as soon as it is measured."""
-    path, *run_dirs = map(Path, arguments)
-    record = read_json(path) if path.exists() else {"normalizers": []}
-    for run_dir in run_dirs:
-        entry = {"environment": describe_environment(jax.local_devices()), **study(run_dir)}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("run_dirs", type=Path, nargs="+")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(LADDER))
+    flags = parser.parse_args(arguments)
+    record = read_json(flags.record) if flags.record.exists() else {"normalizers": []}
+    for run_dir in flags.run_dirs:
+        entry = {"environment": describe_environment(jax.local_devices()), **study(run_dir, flags.rows)}
         kept = [
             other
             for other in record["normalizers"]
@@ -123,7 +131,7 @@ def main(arguments: list[str]) -> None:
         record["normalizers"] = sorted(
             [*kept, entry], key=lambda each: (each["dataset"], each["num_classes"], each["loss"])
         )
-        write_json(path, record)
+        write_json(flags.record, record)
 
 
 if __name__ == "__main__":
