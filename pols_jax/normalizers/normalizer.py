@@ -227,7 +227,8 @@ def estimates(
         return np.zeros(len(features), np.float32)
     parts = [np.zeros(0, np.float32)]
     for start in range(0, len(features), _CHUNK):
-        closed, own = jax.device_get(_log_sums(normalizer, features[start : start + _CHUNK]))
+        chunk = np.asarray(features[start : start + _CHUNK], np.float32)
+        closed, own = jax.device_get(_log_sums(normalizer, chunk))
         if share is not None and not share.is_alone:
             own = np.logaddexp.reduce(share.gather(own), axis=0)
         parts.append(np.logaddexp(closed, own))

@@ -99,6 +99,9 @@ def tables(experiments: Experiments, benchmarks: Benchmarks) -> dict[str, Callab
         available["cjk_tried"] = lambda: results_tables.tried_table(both)
     if set(results_tables.CJK) <= set(experiments):
         available["cjk_best"] = lambda: results_tables.short_table(_cjk(experiments))
+    if {"cjk", "cjk_sampled"} <= set(experiments):
+        pair = experiments["cjk"], experiments["cjk_sampled"]
+        available["cjk_drawn"] = lambda: results_tables.drawn_table(*pair)
     for name, study in results_tables.STUDIES.items():
         available[f"study_{name}"] = lambda study=study: results_tables.study_table(study, experiments)
     for name, record in benchmarks.items():

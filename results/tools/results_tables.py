@@ -211,6 +211,29 @@ def short_table(record: ExperimentRecord, losses: Sequence[str] = tuple(LOSSES))
     )
 
 
+def drawn_table(exact: ExperimentRecord, sampled: ExperimentRecord) -> str:
+    """What NCE with all classes and with drawn ones reaches, step by step and minute by minute."""
+    rows = []
+    for record in (exact, sampled):
+        run = next(
+            each for each in record["runs"] if each["config"]["loss"] == "noise_contrastive_estimation"
+        )
+        config, per_second = run["config"], run["steps_per_second"]
+        for look in run["training"]:
+            validation = look["validation"]
+            rows.append(
+                [
+                    f"{config['head']}, {config['num_noise']:,} noise classes",
+                    f"{look['step']:,}",
+                    f"{look['step'] / per_second / 60:.1f}",
+                    f"{1 - validation['auprc']:.3f}",
+                    f"{validation['accuracy']:.3f}",
+                ]
+            )
+    headings = ("head", "steps", "minutes", "validation: one logit 1-AUPRC", "validation: accuracy")
+    return _markdown(headings, rows)
+
+
 def best_of(records: Sequence[ExperimentRecord]) -> ExperimentRecord:
     """Of several experiments on the same data, the run of each loss whose one logit does best on the validation split.
 
@@ -355,6 +378,7 @@ def normalizer_tables(entries: Sequence[Mapping[str, Any]]) -> dict[str, Callabl
     return {
         "normalizers": lambda: _normalizer_errors(entries),
         "normalizers_cost": lambda: _normalizer_costs(entries),
+        "normalizers_short": lambda: _normalizer_summary(entries),
     }
 
 
@@ -412,6 +436,36 @@ def _normalizer_errors(entries: Sequence[Mapping[str, Any]]) -> str:
         title = f"{entry['dataset']}, {entry['num_classes']:,} classes"
         rows.append([title, entry["loss"], *(cell(scores, name) for name in _NORMALIZER_SCORES)])
     return _markdown(["data", "loss", *(f"{name}: 1-AUPRC (recall)" for name in _NORMALIZER_SCORES)], rows)
+
+
+def _normalizer_summary(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Cross-entropy by the number of classes: one logit, with the fewest rows that open clusters, and all logits."""
+    rows = []
+    for entry in entries:
+        if entry["loss"] != "cross_entropy" or entry["dataset"] != "glyphs" or entry["num_classes"] < 2000:
+            continue
+        scores = {score["score"]: score for score in entry["scores"]}
+        num_rows = min(rows for rows in (256, 1024) if rows**2 >= 16 * entry["num_classes"])
+        names = ("one logit", f"{num_rows} rows", "all logits")
+        cells = [f"{1 - scores[name]['auprc']:.3f}" for name in names]
+        recalls = [f"{scores[name]['shared_threshold_recall']:.2f}" for name in names]
+        rows.append(
+            [
+                f"{entry['num_classes']:,}",
+                cells[0],
+                f"{cells[1]} ({num_rows:,} rows)",
+                cells[2],
+                " / ".join(recalls),
+            ]
+        )
+    headings = (
+        "classes",
+        "one logit",
+        "one logit with normalizer",
+        "all logits",
+        "recall with one threshold: one / with / all",
+    )
+    return _markdown(headings, rows)
 
 
 def _normalizer_costs(entries: Sequence[Mapping[str, Any]]) -> str:
