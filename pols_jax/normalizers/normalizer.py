@@ -105,14 +105,14 @@ class Clusters:
         Returns:
           The logsumexp of the estimates of the clusters that stay closed, and that of the logits of the others' classes.
         """
-        by_size = jnp.argsort(-estimates)
-        sizes = jnp.where(self.sizes > self.num_own, 0, self.sizes)[by_size]
+        ranked = jnp.argsort(-estimates)
+        sizes = jnp.where(self.sizes > self.num_own, 0, self.sizes)[ranked]
         sizes = jnp.where(jnp.cumsum(sizes) <= self.num_own, sizes, 0)
         repeat = functools.partial(jnp.repeat, repeats=sizes, total_repeat_length=self.num_own)
         starts, places = jnp.cumsum(self.sizes) - self.sizes, jnp.arange(self.num_own)
         within = places - repeat(jnp.cumsum(sizes) - sizes)
-        rows = self.order.at[repeat(starts[by_size]) + within].get(mode="clip") - self.first_class
-        closed = jnp.where(sizes > 0, -jnp.inf, estimates[by_size])
+        rows = self.order.at[repeat(starts[ranked]) + within].get(mode="clip") - self.first_class
+        closed = jnp.where(sizes > 0, -jnp.inf, estimates[ranked])
         own = jnp.where(places < jnp.sum(sizes), self._logits(features, rows), -jnp.inf)
         return jax.nn.logsumexp(closed), jax.nn.logsumexp(own)
 
