@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 from pols_jax.benchmarking.records import describe_environment
-from pols_jax.evaluation.measuring import estimates
 from pols_jax.evaluation.normalizing import mean_measures
 from pols_jax.files import write_json
 from pols_jax.metrics.class_blocks import ScoredSplit
 from pols_jax.metrics.thresholds import Rule
+from pols_jax.normalizers import estimates
 from pols_jax.schema import read_json
 from pols_jax.search.class_bank import ClassBank
 from pols_jax.search.exported import Exported
