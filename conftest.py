@@ -6,6 +6,7 @@ import gc
 import importlib.metadata
 import os
 import shutil
+import signal
 from pathlib import Path
 
 # Before the first import of jax: the number of devices is fixed when the backend starts.
@@ -36,6 +37,8 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Started with nohup, processes ignore SIGHUP, and tests of that signal would wait forever.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 hypothesis.settings.register_profile("pols_jax", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("pols_jax")

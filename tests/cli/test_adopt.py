@@ -54,7 +54,7 @@ def pols(capsys, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def adopted(arrays, tmp_path_factory):
-    """A network that was adopted with 16 rows, and what was printed about it."""
+    """A network that was adopted with 40 rows, half of them those of classes, and what was printed about it."""
     folder = tmp_path_factory.mktemp("adopted")
     np.savez(folder / "network.npz", **arrays)
     fitter = normalizing.fit_normalizer
@@ -62,7 +62,7 @@ def adopted(arrays, tmp_path_factory):
         patch.setattr(
             normalizing, "fit_normalizer", lambda *args, **options: fitter(*args, num_steps=100, **options)
         )
-        patch.setattr(normalizing, "LADDER", (0, 16, 1024))
+        patch.setattr(normalizing, "LADDER", (0, 40, 1024))
         words = ["adopt", str(folder / "network.npz"), "--out", str(folder / "deep" / "er"), "--quiet"]
         assert cli.main(words) == 0
     return folder / "deep" / "er"
@@ -98,7 +98,7 @@ def test_the_directory_opens_with_names_rows_normalizer_and_thresholds(adopted, 
         normalizer=bank.normalizer,
     )
     pictures = arrays["features"][:9]
-    assert bank.normalizer.num_rows == 16
+    assert (bank.normalizer.num_rows, bank.normalizer.clusters.num_own) == (40, 20)
     assert bank.names == given.names
     np.testing.assert_allclose(
         bank.logits(pictures, "CLASS 7"), given.logits_of_features(pictures, 7), rtol=1e-6
@@ -125,11 +125,11 @@ def test_evaluation_prints_the_table_again(adopted, pols):
         "1-AUPRC",
         "precision at recall 0.9",
         "one logit, affine",
-        "one logit, 16 rows",
+        "one logit, 40 rows",
         "all logits",
     ):
         assert text in out
-    assert "Kept: one logit, 16 rows (the fewest rows that are nearly the best, by AUPRC" in out
+    assert "Kept: one logit, 40 rows (the fewest rows that are nearly the best, by AUPRC" in out
     assert "One threshold for all classes: recall=0.9: " in out
     code, _, err = pols(f"eval {adopted} --json record.json")
     assert code == 2
@@ -287,6 +287,14 @@ def test_a_changed_or_missing_file_of_the_directory_is_one_sentence(copy, adopte
     sentence(RunError, "The normalizer of .* is missing")
     (copy / "normalizer.npz").write_bytes(b"PK")
     sentence(RunError, "it is damaged .*; adopt the network again with pols adopt")
+    for change, why in (
+        ({"cluster_of": np.full(NUM_CLASSES, 20)}, "its clusters do not fit its rows"),
+        ({"num_own": np.array(0)}, "its clusters do not fit its rows"),
+        ({"cluster_of": np.zeros(9, int)}, r"cluster_of has the shape \[9\] instead of \[60\]"),
+    ):
+        with np.load(copy / "normalizer.npz") as stored:
+            np.savez(copy / "normalizer.npz", **{**stored, **change})
+        sentence(RunError, f"normalizer.npz cannot be used: {why}; adopt the network again with pols adopt")
     (copy / "thresholds-normalized.npz").unlink()
     sentence(RunError, "has no thresholds yet; make them with pols adopt, or give a number")
     shutil.rmtree(copy / "checkpoints" / "0" / "state")
