@@ -42,8 +42,6 @@ from pols_jax.training.run_normalizer import score_id
 from pols_jax.training.runs import Run
 
 _NUM_BINS = 120
-# Examples that a normalizer looks at together.
-_CHUNK = 8192
 _CURVE_RECALLS = np.linspace(0.01, 1.0, 100)
 
 

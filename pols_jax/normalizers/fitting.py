@@ -103,17 +103,18 @@ def fit_normalizer(
         raise ValueError(
             f"num_rows={num_rows} rows need at least as many features, got {len(training)}; give more examples."
         )
-    order = np.random.default_rng(seed).permutation(len(training))
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(training))
     if held_out is not None:
-        testing = _collected(held_out, kernel.shape[1])[:_MAX_HELD_OUT]
+        testing = _collected(held_out, kernel.shape[1])
+        testing = testing[np.sort(rng.permutation(len(testing))[:_MAX_HELD_OUT])]
     else:
         num_held_out = max(1, len(order) // 10)
         testing, order = training[np.sort(order[:num_held_out][:_MAX_HELD_OUT])], order[num_held_out:]
-    num_fitted, clusters = len(order), None
     num_clusters, num_own = rows_of_clusters(share.num_classes, num_rows=num_rows)
     if num_rows > 1:
         order = order[: min(_MAX_FITTED, _MAX_SHARES // num_clusters)]
-    training = training[np.sort(order)]
+    training, clusters = training[np.sort(order)], None
     if is_exact:
         rows, wanted = head.whole(), head.log_z(testing)
     elif num_rows <= 1:
@@ -139,10 +140,10 @@ def fit_normalizer(
                 num_own=num_own,
                 first_class=share.classes.start,
             )
-    normalizer = Normalizer(rows[0], rows[1], Fit(0.0, 0.0, num_fitted), clusters)
+    normalizer = Normalizer(rows[0], rows[1], Fit(0.0, 0.0, len(training)), clusters)
     error = float(np.mean(np.square(estimates(normalizer, testing, share=share) - wanted, dtype=np.float64)))
     variance = max(float(np.var(wanted, dtype=np.float64)), 1e-12)
-    return dataclasses.replace(normalizer, fit=Fit(1.0 - error / variance, error**0.5, num_fitted))
+    return dataclasses.replace(normalizer, fit=Fit(1.0 - error / variance, error**0.5, len(training)))
 
 
 def rows_of_clusters(num_classes: int, *, num_rows: int) -> tuple[int, int]:
