@@ -362,12 +362,11 @@ async def _body(request: Request) -> bytes:
     return bytes(content)
 
 
-def _request_error(request: Request, error: Exception) -> Response:
+def _request_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    # What is left of an upload is not waited for.
-    return error_response(
-        error.status, str(error), {"connection": "close"} if request.method == "POST" else None
-    )
+    # The connection stays open: what is left of an upload is taken and thrown away, for a client whose connection is
+    # closed while it sends does not get to read the answer.
+    return error_response(error.status, str(error))
 
 
 def _http_error(_: Request, error: Exception) -> Response:

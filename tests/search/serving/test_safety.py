@@ -1,5 +1,6 @@
 """What the server refuses, and what nobody can make it do: foreign requests, odd ones, too many, too large, too slow."""
 
+import contextlib
 import http.client
 import io
 import json
@@ -227,10 +228,23 @@ def test_a_wrong_upload_is_one_sentence(client, digits, monkeypatch):
     form = {"Content-Type": "multipart/form-data; boundary=x"}
     assert "not a form" in error(415, b"--x\r\nbroken", **form)
     assert "at most 32 MB" in error(413, b"", **{"Content-Length": str(MAX_UPLOAD_BYTES + 1)})
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("query", ["class=%237", "class=nothing"])
+def test_a_refused_upload_is_taken_to_its_end_so_that_the_client_reads_why(client, monkeypatch, query, chunked):
     monkeypatch.setattr(apps, "MAX_UPLOAD_BYTES", 1000)
-    parts = (b"x" * 300 for _ in range(9))  # chunked: nothing says before how much comes
-    status, _, content = client.ask("/api/decide?class=%237", "POST", parts, {"Transfer-Encoding": "chunked"})
-    assert (status, json.loads(content)) == (413, {"error": "A picture may have at most 0 MB."})
+    headers = {"Transfer-Encoding": "chunked"} if chunked else {"Content-Length": str(30 * 2**19)}
+    with contextlib.closing(client.connect()) as connection:
+        for _ in range(2):  # on one connection, and each far more than the buffers between the two hold
+            parts = (b"x" * 2**19 for _ in range(30))
+            connection.request("POST", f"/api/decide?{query}", parts, headers, encode_chunked=chunked)
+            answer = connection.getresponse()
+            sentence = json.loads(answer.read())["error"]
+            assert (answer.status, sentence[:29]) in [
+                (413, "A picture may have at most 0 "),
+                (404, "There is no class named 'noth"),
+            ]
 
 
 def test_a_client_that_is_slow_is_let_go_and_keeps_nobody_waiting(client, monkeypatch):
