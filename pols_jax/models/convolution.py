@@ -145,21 +145,17 @@ def choose_form(
       >>> choose_form((7, 7, 3, 64), (32, 112, 112), stride=2), choose_form((7, 7, 3, 64), (32, 112, 112), stride=2, products=True)
       ('xla', 'im2col')
     """
-    height, width, inputs, features = kernel_shape
-    itemsize = jnp.dtype(dtype).itemsize
+    height, width, inputs, _ = kernel_shape
+    is_full = jnp.dtype(dtype).itemsize >= 4
     places = math.prod(new_shape[:3])
-    tile_bytes = 4 * (inputs + features) * places * itemsize
-    patch_bytes = height * width * inputs * places * itemsize
-    # Tiles cost 4 (inputs + features) numbers at every place, and save multiplications in proportion to inputs * features.
-    many_channels = inputs * features >= 64 * (inputs + features)
-    tiles_fit = kernel_shape[:2] in ((3, 3), (5, 5)) and stride == 1 and inputs >= 16 and itemsize >= 4
+    fewest = 512 if 1 in (height, width) else 256  # places that the transformed kernel has to be worth
+    tiles_fit = max(height, width) in (3, 5, 7) and stride == 1 and inputs >= 16 and is_full
     table: tuple[tuple[bool, Form], ...] = (
         (height == width == 1, "im2col"),
-        (tiles_fit and places >= 256 and (many_channels or tile_bytes <= 64 * 2**20), "winograd"),
+        (tiles_fit and places >= fewest, "winograd"),
         (products, "im2col"),
         (max(height, width) > 5, "xla"),
-        (stride == 1 and (inputs <= _FEW_INPUTS or patch_bytes <= 8 * 2**20), "im2col"),
-        (True, "xla"),
+        (True, "im2col"),
     )
     return next(form for fits, form in table if fits)
 

@@ -21,7 +21,7 @@ Images = Float[Array, "batch height width inputs"]
 Kernel = Float[Array, "kernel_height kernel_width inputs features"]
 Maps = Float[Array, "batch new_height new_width features"]
 
-BUDGET_BYTES = 96 * 2**20
+BUDGET_BYTES: dict[Form, int] = {"im2col": 8 * 2**20, "winograd": 32 * 2**20}
 """Patches and transformed tiles are made for so many bytes at a time: a group of images, or some rows of one."""
 
 # Winograd's F(2, 3): two outputs of a kernel of three taps from four products instead of six. For each of the four, which entries of
@@ -208,21 +208,23 @@ def _blocks(x, kernel, stride, pads, form) -> tuple[_Blocks, Images]:
         numbers = (copies * inputs + len(tall.parts) * len(wide.parts) * features) / tile
     row_bytes = max(1, math.ceil(numbers * width * x.dtype.itemsize))
     rows, strips, images = height, 1, len(x)
-    if size == 1 or row_bytes * height * images <= BUDGET_BYTES:
+    budget = BUDGET_BYTES[form]
+    if size == 1 or row_bytes * height * images <= budget:
         pass
-    elif row_bytes * height <= BUDGET_BYTES:
-        most = BUDGET_BYTES // (row_bytes * height)
+    elif row_bytes * height <= budget:
+        most = budget // (row_bytes * height)
         images = max(n for n in range(1, most + 1) if len(x) % n == 0)
     else:
         images = 1
-        strips = min(-(-height // 2), -(-row_bytes * height // BUDGET_BYTES))
+        strips = min(-(-height // 2), -(-row_bytes * height // budget))
         rows = -(-height // strips)
         rows += rows % 2  # Winograd's tiles have two
         strips = -(-height // rows)
     count = len(x) // images * strips
     if strips > 1:
+        # The columns are padded in every strip: XLA then makes a copy of the strip, instead of cutting it out again for every tile.
         missing = (strips * rows - height) * stride
-        x, pads = _pad(x, ((pads[0][0], pads[0][1] + missing), pads[1])), ((0, 0), (0, 0))
+        x, pads = _pad(x, ((pads[0][0], pads[0][1] + missing), (0, 0))), ((0, 0), pads[1])
     return _Blocks(images, rows, strips, count, stride, kernel.shape[0], pads), x
 
 
