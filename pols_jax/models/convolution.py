@@ -154,7 +154,7 @@ def choose_form(
         (height == width == 1, "im2col"),
         (tiles_fit and places >= fewest, "winograd"),
         (products, "im2col"),
-        (max(height, width) > 5, "xla"),
+        (stride > 1 and max(height, width) > 5, "xla"),
         (True, "im2col"),
     )
     return next(form for fits, form in table if fits)

@@ -21,7 +21,7 @@ Padding = Literal["SAME", "VALID"] | int
 def max_pool(x: Images, *, size: int, stride: int, padding: Padding = "VALID") -> Images:
     """Takes the largest value of every window.
 
-    Where several entries of a window are the largest, they share the gradient on a CPU, and one of them gets it elsewhere.
+    Where several entries of a window are the largest, the first of them gets the gradient.
 
     Args:
       x: Images, shape ``[m, h, w, c]``.
@@ -74,10 +74,12 @@ def _maximum_forward(x, size, stride, pads):
 
 def _maximum_backward(size, stride, pads, residuals, dy):
     def of_slices(x, y, dy):
-        """Every window hands its gradient to its largest entries; a pixel adds up what it gets."""
-        largest = [slice_ == y for slice_ in _slices(x, size, stride, pads, -jnp.inf)]
-        share = dy / functools.reduce(jnp.add, [entry.astype(dy.dtype) for entry in largest])
-        parts = [jnp.where(entry, share, jnp.zeros_like(share)) for entry in largest]
+        """Every window hands its gradient to the first of its largest entries; a pixel adds up what it gets."""
+        place = jnp.zeros(y.shape, jnp.int32)
+        for index, entries in reversed(list(enumerate(_slices(x, size, stride, pads, -jnp.inf)))):
+            place = jnp.where(entries == y, index, place)
+        place = lax.optimization_barrier(place)
+        parts = [jnp.where(place == index, dy, jnp.zeros_like(dy)) for index in range(size**2)]
         return _add_slices(parts, x.shape, size, stride, pads)
 
     def of_windows(x, y, dy):

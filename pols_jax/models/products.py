@@ -124,7 +124,14 @@ def convolve_by_products(x: Images, kernel: Kernel, stride: int, pads: Pads, for
     product = functools.partial(_PRODUCTS[form], kernel=kernel, stride=stride)
     if blocks.number == 1:
         return product(_pad(x, blocks.pads))
-    y = lax.map(lambda index: product(blocks.inputs(x, index)), jnp.arange(blocks.number))
+
+    def put(index, y):
+        return lax.dynamic_update_index_in_dim(y, product(blocks.inputs(x, index)), index, axis=0)
+
+    # All of it is overwritten. It begins as something that depends on the images, because XLA allocates arrays of zeros, of all layers,
+    # when the program starts.
+    shape = (blocks.number, blocks.images, blocks.rows, width, kernel.shape[3])
+    y = lax.fori_loop(0, blocks.number, put, jnp.broadcast_to(x[0, 0, 0, 0], shape))
     return y.reshape(len(x), -1, width, kernel.shape[3])[:, :height]
 
 

@@ -232,7 +232,9 @@ def test_a_wrong_upload_is_one_sentence(client, digits, monkeypatch):
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("query", ["class=%237", "class=nothing"])
-def test_a_refused_upload_is_taken_to_its_end_so_that_the_client_reads_why(client, monkeypatch, query, chunked):
+def test_a_refused_upload_is_taken_to_its_end_so_that_the_client_reads_why(
+    client, monkeypatch, query, chunked
+):
     monkeypatch.setattr(apps, "MAX_UPLOAD_BYTES", 1000)
     headers = {"Transfer-Encoding": "chunked"} if chunked else {"Content-Length": str(30 * 2**19)}
     with contextlib.closing(client.connect()) as connection:
