@@ -1,8 +1,10 @@
 """What the commands share: errors in one sentence, the exit codes, and what is said while one waits."""
 
+import atexit
 import contextlib
 import dataclasses
 import errno
+import gc
 import io
 import logging
 import signal
@@ -12,6 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from pols_jax.errors import DataWarning, Interrupted, PolsError, RunWarning, printable
 from pols_jax.signals import raised_signals
+
+# Nobody searches for garbage in a program that ends: that would take a third of a second.
+atexit.register(gc.freeze)
 
 # What the system refuses, whatever the program does.
 _SYSTEM_ERRORS = {

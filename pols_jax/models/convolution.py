@@ -72,7 +72,9 @@ class Conv(nn.Module):
     def __call__(self, x: Images) -> Maps:
         """Maps ``[m, h, w, inputs]`` to ``[m, h', w', features]``."""
         shape = (*self.kernel_size, x.shape[-1], self.features)
-        kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
+        # Flax traces the initializer again whenever a parameter is read, to know its shape.
+        init = self.kernel_init if self.is_initializing() else nn.initializers.zeros
+        kernel = self.param("kernel", init, shape, jnp.float32)
         bias = (
             self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
             if self.use_bias

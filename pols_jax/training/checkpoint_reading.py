@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 import tensorstore
+from flax.traverse_util import unflatten_dict
 from jaxtyping import Float
 
 from pols_jax.errors import CheckpointError, ConfigError, PolsError, reason_of, shell_word
@@ -134,6 +135,19 @@ class StoredCheckpoint:
                     for (_, leaf), array in zip(leaves, arrays, strict=True)
                 ],
             )
+
+    def read_below(self, name: str) -> dict[str, Any]:
+        """Reads and checks all arrays whose names begin with a name and a dot, as a tree; empty if there are none."""
+        with self._one_sentence():
+            paths = {
+                stored: tuple(stored.removeprefix(f"{name}.").split(".")) for stored in self.meta["arrays"]
+            }
+            arrays = {
+                path: self.array(stored) for stored, path in paths.items() if stored.startswith(f"{name}.")
+            }
+            for array in arrays.values():
+                array.start()
+            return unflatten_dict({path: array.read() for path, array in arrays.items()})
 
     def problem(self) -> str | None:
         """Reads all of it; returns a sentence that says what is wrong, None if it is intact."""

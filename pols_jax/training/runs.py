@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +18,16 @@ from pols_jax.losses import LOSSES
 from pols_jax.models import Classifier
 from pols_jax.normalizers import Normalizer
 from pols_jax.schema import read_json
-from pols_jax.training.checkpoint_reading import StoredCheckpoint, advised, newest_step, stored_steps
+from pols_jax.training.checkpoint_reading import (
+    HeadRows,
+    StoredCheckpoint,
+    advised,
+    newest_step,
+    stored_steps,
+)
 from pols_jax.training.config import RunConfig
 from pols_jax.training.hosts import gather_from_hosts
-from pols_jax.training.network import make_model, variable_shapes
+from pols_jax.training.network import make_model
 from pols_jax.training.progress import MetricsLog, ended_early
 from pols_jax.training.run_files import (
     RunInfo,
@@ -139,7 +145,7 @@ class Run:
         return read_normalizer(
             self.directory,
             checkpoint=self.checkpoint,
-            shape=self._shapes["params"]["head"]["kernel"].shape,
+            shape=self._head.shape,
             head=lambda: (*self.own_head, self.class_share().classes.start),
             advice=f"fit another one with {again}, or delete it",
         )
@@ -152,17 +158,25 @@ class Run:
 
     def restore_backbone(self) -> Any:
         """Reads the variables of the backbone, and neither the output layer nor the optimizer's state."""
-        shapes = {name: tree["backbone"] for name, tree in self._shapes.items() if "backbone" in tree}
-        saved = self._restore({name: {"backbone": tree} for name, tree in shapes.items()})
-        return {name: tree["backbone"] for name, tree in saved.items()}
+        stored = StoredCheckpoint(self.directory, self.step)
+        with advised(self.directory):
+            trees = {name: stored.read_below(f"{name}.backbone") for name in ("params", "batch_stats")}
+        return {name: tree for name, tree in trees.items() if tree}
 
     def restore_head(self, classes: range | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Reads the output layer, kernel ``[k, d]`` and bias ``[k]``; or the rows of some classes next to each other."""
-        head = self._shapes["params"]["head"]
-        if classes is not None:
-            head = jax.tree.map(lambda leaf: _SomeRows(leaf.shape, leaf.dtype, classes), head)
-        head = self._restore({"params": {"head": head}})["params"]["head"]
-        return head["kernel"], head["bias"]
+        classes = range(self.num_classes) if classes is None else classes
+        return self._head.rows(classes.start, classes.stop)
+
+    @functools.cached_property
+    def _head(self) -> HeadRows:
+        head = HeadRows(self.directory, step=self.step)
+        if head.shape[0] != self.num_classes:
+            raise RunError(
+                f"Checkpoint {self.step} in {self.directory} has {head.shape[0]:,} classes and its run has "
+                f"{self.num_classes:,}: it is damaged, or of another run."
+            )
+        return head
 
     def class_share(self) -> ClassShare:
         """The classes that this host looks at, when several hosts measure the run together."""
@@ -172,14 +186,6 @@ class Run:
             count=jax.process_count(),
             gather=gather_from_hosts,
         )
-
-    @functools.cached_property
-    def _shapes(self) -> Any:
-        return variable_shapes(self.model, self.image_shape)
-
-    def _restore(self, template: Any) -> Any:
-        with advised(self.directory):
-            return StoredCheckpoint(self.directory, self.step).read(template)
 
     def load_dataset(self, *, data_dir: str | Path | None = None) -> Dataset:
         """Loads the data that the run was trained on; a `RunError` if it has changed. tfds data is read from ``data_dir``."""
@@ -202,18 +208,6 @@ class Run:
                 f"The data set {dataset.name} has changed since the run in {self.directory} was trained on it; "
                 "bring the old data back, or train again."
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class _SomeRows:
-    """The template of an array of which some rows are read."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    classes: range
-
-    def placed(self, rows: Callable[[int, int], np.ndarray]) -> np.ndarray:
-        return rows(self.classes.start, self.classes.stop)
 
 
 def best_checkpoint(run_dir: str | Path) -> StoredCheckpoint | None:
