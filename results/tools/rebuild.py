@@ -102,6 +102,8 @@ def tables(experiments: Experiments, benchmarks: Benchmarks) -> dict[str, Callab
     if {"cjk", "cjk_sampled"} <= set(experiments):
         pair = experiments["cjk"], experiments["cjk_sampled"]
         available["cjk_drawn"] = lambda: results_tables.drawn_table(*pair)
+    if "speed_normalizer" in benchmarks:
+        available["query_cost"] = lambda: results_tables.query_cost_table(benchmarks["speed_normalizer"])
     for name, study in results_tables.STUDIES.items():
         available[f"study_{name}"] = lambda study=study: results_tables.study_table(study, experiments)
     for name, record in benchmarks.items():
@@ -161,8 +163,11 @@ def rebuild(results: str | Path, root: str | Path) -> list[Path]:
     """
     experiments, benchmarks = read_records(results)
     available, root, changed = tables(experiments, benchmarks), Path(root), []
+    drawn = figures(experiments, benchmarks)
     if (path := Path(results) / "normalizers.json").exists():
-        available |= results_tables.normalizer_tables(read_json(path, error=ConfigError)["normalizers"])
+        entries = read_json(path, error=ConfigError)["normalizers"]
+        available |= results_tables.normalizer_tables(entries)
+        drawn["normalizers"] = lambda: results_figures.normalizers_figure(entries)
     if (path := Path(results) / "export.json").exists():
         exports = read_json(path, error=ConfigError)["exports"]
         available["export"] = lambda: results_tables.export_table(exports)
@@ -181,7 +186,7 @@ def rebuild(results: str | Path, root: str | Path) -> list[Path]:
             changed.append(page)
     images = root / "docs" / "images"
     images.mkdir(parents=True, exist_ok=True)
-    for name, draw in figures(experiments, benchmarks).items():
+    for name, draw in drawn.items():
         path = images / f"{name}.svg"
         old = path.read_bytes() if path.exists() else b""
         save_svg(draw(), path)

@@ -15,6 +15,7 @@ from results_tables import (
     Study,
     common_losses,
     errors_by_loss,
+    normalizer_errors,
     one_logit_improvement,
     study_points,
 )
@@ -89,6 +90,48 @@ def classes_figure(records: Mapping[str, ExperimentRecord]) -> Figure:
     _log_axis(right, "number of classes", "relative improvement, %")
     right.set_ylim(top=100)
     right.axhline(0, color="#666666", linewidth=1)
+    return figure
+
+
+def normalizers_figure(entries: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draws the errors of one logit, of one logit with a normalizer and of all logits against the number of classes.
+
+    Args:
+      entries: The runs that ``results/tools/normalizer_study.py`` measured; those of characters are drawn.
+
+    Returns:
+      A figure with a panel for each of the losses that were measured from ten classes on.
+    """
+    glyphs = [entry for entry in entries if entry["dataset"] == "glyphs"]
+    losses = [loss for loss in LOSSES if any(e["loss"] == loss and e["num_classes"] == 10 for e in glyphs)]
+    figure = Figure(figsize=(2.8 * len(losses), 3.3), layout="constrained")
+    for axes, loss in zip(np.atleast_1d(figure.subplots(1, len(losses), sharey=True)), losses, strict=True):
+        color = _style(loss)["color"]
+        for is_cjk in (False, True):  # other characters, other faces: another line
+            own = sorted(
+                (
+                    e
+                    for e in glyphs
+                    if e["loss"] == loss and (e["config"]["characters"] is not None) == is_cjk
+                ),
+                key=lambda entry: entry["num_classes"],
+            )
+            classes = [entry["num_classes"] for entry in own]
+            one, with_normalizer, every = zip(*map(normalizer_errors, own), strict=True)
+            label = "" if is_cjk else None
+            shared = {"color": color, "markersize": 6}
+            axes.plot(classes, one, "o-", label=label or "one logit", **shared)
+            axes.plot(classes, with_normalizer, "D-.", label=label or "with normalizer", **shared)
+            axes.plot(classes, every, "o:", label=label or "all logits", markerfacecolor="white", **shared)
+            if is_cjk:
+                axes.axvspan(4500, 90_000, color="#000000", alpha=0.05, linewidth=0)
+        axes.set_title(loss, fontsize=9)
+        _log_axis(axes, "number of classes", "")
+        axes.set_xlim(6, 90_000)
+        axes.set_ylim(bottom=0)
+        handles, labels = axes.get_legend_handles_labels()
+        axes.legend(handles[:3], labels[:3], fontsize=8, frameon=False, loc="upper left")
+    figure.axes[0].set_ylabel("1-AUPRC on the test split")
     return figure
 
 

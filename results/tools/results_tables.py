@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pols_jax.benchmarking.records import Record
 from pols_jax.evaluation.slc_records import SlcRecord
 from pols_jax.evaluation.slc_tables import (
     mean_improvement,
@@ -418,6 +419,33 @@ def export_table(entries: Sequence[Mapping[str, Any]]) -> str:
                 ]
             )
     return _markdown(columns, rows)
+
+
+def normalizer_errors(entry: Mapping[str, Any]) -> tuple[float, float, float]:
+    """1-AUPRC of one logit, of one logit with the largest normalizer that was measured, and of all logits."""
+    first, *rungs, last = entry["scores"]
+    return tuple(1 - score["auprc"] for score in (first, rungs[-1], last))  # type: ignore[return-value]
+
+
+def query_cost_table(record: Record) -> str:
+    """What one query reads and takes, beside the backbone: from a benchmark of heads with normalizers."""
+    num_classes, case = 2**16, {"num_classes": 2**16}
+    backbone = record.find("backbone")
+    assert backbone is not None
+    d = backbone.case["num_features"]
+    heads = {
+        "one logit, also with an affine normalizer": ("head_one_logit", 1),
+        "one logit and 256 rows": ("head_one_logit_normalized_256", 257),
+        "one logit and 1,024 rows": ("head_one_logit_normalized_1024", 1025),
+        "all logits": ("head_all_logits", num_classes),
+    }
+    rows = []
+    for name, (variant, num_rows) in heads.items():
+        measured = record.find(variant, **case)
+        assert measured is not None
+        rows.append([name, f"{num_rows:,}", f"{measured.median_ms:.2g}"])
+    heading = f"ms, {num_classes:,} classes, d = {d:,}"
+    return _markdown(["score", "rows of the output layer or normalizer that are read", heading], rows)
 
 
 _NORMALIZER_SCORES = ("one logit", "affine", "256 rows", "1024 rows", "all logits")
