@@ -167,7 +167,8 @@ def rebuild(results: str | Path, root: str | Path) -> list[Path]:
     if (path := Path(results) / "normalizers.json").exists():
         entries = read_json(path, error=ConfigError)["normalizers"]
         available |= results_tables.normalizer_tables(entries)
-        drawn["normalizers"] = lambda: results_figures.normalizers_figure(entries)
+        if any(entry["num_classes"] < 100 and entry["dataset"] == "glyphs" for entry in entries):
+            drawn["normalizers"] = lambda: results_figures.normalizers_figure(entries)
     if (path := Path(results) / "export.json").exists():
         exports = read_json(path, error=ConfigError)["exports"]
         available["export"] = lambda: results_tables.export_table(exports)

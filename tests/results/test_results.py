@@ -134,7 +134,7 @@ def test_one_logit_and_a_normalizer_are_a_hundred_times_faster_than_all_logits_a
 
 
 def test_networks_keep_up_with_pytorch_and_beat_xlas_convolutions():
-    # The aim is 1.15 times PyTorch's time and, for a step, 1.5 times the memory; the page says which two cases miss it.
+    # The aim is 1.15 times PyTorch's time and, for a step, 1.5 times the memory; the page says which case misses it.
     record = BENCHMARKS["speed_networks"]
 
     def against(ours, other, **case):
@@ -146,15 +146,25 @@ def test_networks_keep_up_with_pytorch_and_beat_xlas_convolutions():
 
     for network, batch_size in itertools.product(PAPER_NETWORKS, (1, 32)):
         case = {"network": network, "batch_size": batch_size, "width": "1.0"}
-        missed = (network, batch_size) == ("inception_v3", 32)
-        assert against("forward_auto", "torch_forward", **case) <= (1.65 if missed else 1.15), case
+        assert against("forward_auto", "torch_forward", **case) <= 1.15, case
         assert against("forward_auto", "forward_xla", **case) <= 1, case
-    for width, batch_size, most, most_memory in (("1.0", 32, 1.15, 1.5), ("0.25", 64, 1.35, 1.7)):
+    for width, batch_size, most, most_memory in (("1.0", 32, 1.15, 1.5), ("0.25", 64, 1.25, 1.5)):
         case = {"network": "cnn", "batch_size": batch_size, "width": width}
         assert against("steps_in_loop", "torch_step", **case) <= most, case
         assert against("steps_in_loop", "step_xla", **case) <= 1, case
         memory = [record.find(name, **case).case["memory_bytes"] for name in ("steps_in_loop", "step_xla")]
         assert memory[0] <= most_memory * memory[1], case
+
+
+def test_a_search_takes_half_of_the_time_before_and_a_second_training_starts_twice_as_soon():
+    record = BENCHMARKS["speed_startup"]
+    now, before = (
+        {m.variant: m.median_ms for m in record.measurements if m.case["checkout"] == checkout}
+        for checkout in ("now", "baseline")
+    )
+    assert now["import_class_bank"] - now["import_jax"] <= 1000
+    assert 2 * now["search_second_start"] <= before["search_second_start"]
+    assert 2 * now["training_second_start"] <= now["training_first_start"]
 
 
 def test_metrics_are_faster_than_scikit_learns_at_every_size():
