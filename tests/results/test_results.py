@@ -133,6 +133,20 @@ def test_one_logit_and_a_normalizer_are_a_hundred_times_faster_than_all_logits_a
     assert ratio(many, few) <= 1.25, "timings of half a millisecond scatter"
 
 
+def test_a_normalizer_that_opens_clusters_helps_every_loss_and_closes_most_of_the_distance():
+    entries = json.loads((ROOT / "results" / "normalizers.json").read_text())["normalizers"]
+    many = [entry for entry in entries if entry["num_classes"] >= 1000]
+    assert {(entry["dataset"], entry["num_classes"]) for entry in many} == {
+        *(("glyphs", k) for k in (1000, 2221, 8000, 42_174)),
+        ("omniglot", 1623),
+    }
+    for entry in many:
+        one, *rungs, every = (score["auprc"] for score in entry["scores"])
+        rows = entry["scores"][-2]["rows_read"] - 1
+        assert rows**2 >= 16 * entry["num_classes"]
+        assert rungs[-1] >= one + 0.7 * (every - one), (entry["loss"], entry["num_classes"])
+
+
 def test_networks_keep_up_with_pytorch_and_beat_xlas_convolutions():
     # The aim is 1.15 times PyTorch's time and, for a step, 1.5 times the memory; the page says which case misses it.
     record = BENCHMARKS["speed_networks"]
