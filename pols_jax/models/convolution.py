@@ -73,7 +73,7 @@ class Conv(nn.Module):
         """Maps ``[m, h, w, inputs]`` to ``[m, h', w', features]``."""
         shape = (*self.kernel_size, x.shape[-1], self.features)
         # Flax traces the initializer again whenever a parameter is read, to know its shape.
-        init = self.kernel_init if self.is_initializing() else nn.initializers.zeros
+        init = nn.initializers.zeros if self.has_variable("params", "kernel") else self.kernel_init
         kernel = self.param("kernel", init, shape, jnp.float32)
         bias = (
             self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
