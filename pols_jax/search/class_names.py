@@ -39,12 +39,19 @@ class ClassNames:
         self._names, self._place, self._listed = names, place, listed
 
     @functools.cached_property
-    def _ids(self) -> dict[str, list[int]]:
-        """The classes of every name, in lower case."""
-        ids: dict[str, list[int]] = {}
+    def _ids(self) -> dict[str, int | list[int]]:
+        """The class, or classes, of every name, in lower case. A list for each, or a copy of each name, would double its memory."""
+        ids: dict[str, int | list[int]] = {}
         for class_id, name in enumerate(self._names):
-            ids.setdefault(name.casefold(), []).append(class_id)
+            folded = name.casefold()
+            if (found := ids.get(folded)) is None:
+                ids[name if name == folded else folded] = class_id
+            else:
+                ids[folded] = [*_listed(found), class_id]
         return ids
+
+    def _classes(self, folded: str) -> list[int]:
+        return _listed(self._ids.get(folded, []))
 
     def find(self, text: str) -> int:
         """Finds the class of a name, in upper or lower case, or of the character that it is the name of.
@@ -52,14 +59,14 @@ class ClassNames:
         Raises:
           ConfigError: if there is no such class, with the nearest names; or if there are several.
         """
-        found = self._ids.get(text.casefold(), []) or self._of_character(text)
+        found = self._classes(text.casefold()) or self._of_character(text)
         exact = [class_id for class_id in found if self._names[class_id] == text]
         if len(exact or found) == 1:
             return (exact or found)[0]
         if found:
             names = " and ".join(self._names[class_id] for class_id in found)
             raise ConfigError(f"The class {text!r} could be {names}; write it as it is.")
-        nearest = [self._names[self._ids[name][0]] for name in self._near(_in_words(text).casefold())]
+        nearest = [self._names[self._classes(name)[0]] for name in self._near(_in_words(text).casefold())]
         advice = f"the nearest are {', '.join(nearest)}" if nearest else f"{self._listed} lists them all"
         raise ConfigError(f"There is no class named {text!r} in {self._place}; {advice}.")
 
@@ -76,12 +83,16 @@ class ClassNames:
         """Lists the classes whose names hold a text, or match a pattern with ``*``, ``?`` or ``[...]``; or of a character."""
         wanted = pattern.casefold()
         matches = re.compile(fnmatch.translate(wanted if glob.has_magic(wanted) else f"*{wanted}*")).match
-        found = {class_id for name, ids in self._ids.items() if matches(name) for class_id in ids}
+        found = {class_id for name, ids in self._ids.items() if matches(name) for class_id in _listed(ids)}
         return sorted(found.union(self._of_character(pattern)))
 
     def _of_character(self, text: str) -> list[int]:
         words = _in_words(text)
-        return [] if words == text else self._ids.get(words.casefold(), [])
+        return [] if words == text else self._classes(words.casefold())
+
+
+def _listed(ids: int | list[int]) -> list[int]:
+    return [ids] if isinstance(ids, int) else ids
 
 
 def _in_words(text: str) -> str:

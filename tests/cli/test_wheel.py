@@ -82,7 +82,7 @@ def test_the_wheel_trains_and_searches_outside_of_the_repository(pols):
     small = "--characters 0030-0031 --width 0.05 --batch-size 16 --steps 2 --loss batch_cross_entropy --run-dir runs/mine"
     done = pols("train", *small.split())
     assert (done.returncode, done.stderr) == (0, "")
-    assert "pols search runs/mine PATH --query 'DIGIT ZERO'" in done.stdout
+    assert "pols search runs/mine --split test --query='DIGIT ZERO'" in done.stdout
     done = pols("search", "runs/mine", "--split", "test", "--query", "digit one", "--threshold", "-1e9")
     assert (done.returncode, done.stderr) == (0, "")
     assert "6 hits in 6 pictures" in done.stdout

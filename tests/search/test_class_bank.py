@@ -213,7 +213,6 @@ def test_the_memory_of_a_query_does_not_grow_with_the_number_of_classes(tmp_path
         from pathlib import Path
         import numpy as np
         from pols_jax.search.class_bank import ClassBank
-from pols_jax.search.class_names import ClassNames
         bank = ClassBank.open(sys.argv[1])
         bank.logits(np.zeros((5, 32, 32, 1), np.uint8), ["class 7"])
         # Not getrusage: its peak is inherited from the process that started this one.
