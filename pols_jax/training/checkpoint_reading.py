@@ -139,12 +139,8 @@ class StoredCheckpoint:
     def read_below(self, name: str) -> dict[str, Any]:
         """Reads and checks all arrays whose names begin with a name and a dot, as a tree; empty if there are none."""
         with self._one_sentence():
-            paths = {
-                stored: tuple(stored.removeprefix(f"{name}.").split(".")) for stored in self.meta["arrays"]
-            }
-            arrays = {
-                path: self.array(stored) for stored, path in paths.items() if stored.startswith(f"{name}.")
-            }
+            names = [stored for stored in self.meta["arrays"] if stored.startswith(f"{name}.")]
+            arrays = {tuple(stored[len(name) + 1 :].split(".")): self.array(stored) for stored in names}
             for array in arrays.values():
                 array.start()
             return unflatten_dict({path: array.read() for path, array in arrays.items()})
