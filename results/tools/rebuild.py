@@ -64,6 +64,7 @@ def read_records(directory: str | Path) -> tuple[Experiments, Benchmarks]:
             "serve",
             "hosts",
             "ocr",
+            "trials",
         }:  # not for a table of experiments
             continue
         if "benchmark" in record:
@@ -99,6 +100,9 @@ def tables(experiments: Experiments, benchmarks: Benchmarks) -> dict[str, Callab
         available["cjk_tried"] = lambda: results_tables.tried_table(both)
     if set(results_tables.CJK) <= set(experiments):
         available["cjk_best"] = lambda: results_tables.short_table(_cjk(experiments))
+    if set(results_tables.MNIST_SEEDS) <= set(experiments):
+        seeds = [experiments[name] for name in results_tables.MNIST_SEEDS]
+        available["mnist_seeds"] = lambda: results_tables.seeds_table(seeds)
     if {"cjk", "cjk_sampled"} <= set(experiments):
         pair = experiments["cjk"], experiments["cjk_sampled"]
         available["cjk_drawn"] = lambda: results_tables.drawn_table(*pair)
@@ -177,6 +181,9 @@ def rebuild(results: str | Path, root: str | Path) -> list[Path]:
     if (path := Path(results) / "ocr.json").exists():
         ocr = read_json(path, error=ConfigError)["ocr"]
         available["ocr"] = lambda: results_tables.ocr_table(ocr)
+    for path in sorted(Path(results).glob("study_*.json")):
+        if "trials" in (record := read_json(path, error=ConfigError)):
+            available[path.stem] = lambda record=record: results_tables.trials_table(record)
     for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
         if not page.exists():
             continue

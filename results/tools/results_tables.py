@@ -9,7 +9,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from pols_jax.benchmarking.records import Record
+from pols_jax.evaluation import paper_results
 from pols_jax.evaluation.slc_records import SlcRecord
 from pols_jax.evaluation.slc_tables import (
     mean_improvement,
@@ -60,6 +63,9 @@ STUDIES: Mapping[str, Study] = {
 
 BY_CLASSES = ("glyphs_10", "glyphs_100", "glyphs_1000", "glyphs")
 """Records of drawn characters that differ in the number of classes alone."""
+
+MNIST_SEEDS = ("mnist_seed_1", "mnist_seed_2", "mnist_seed_3")
+"""Records of MNIST that differ in the seed alone."""
 
 CJK = ("cjk", "cjk_adam")
 """Records of the 42,174 Chinese, Japanese and Korean characters that differ in the optimizer."""
@@ -181,6 +187,68 @@ def full_table(record: ExperimentRecord) -> str:
     headings = [h if h.endswith("1-AUPRC") else h.split(": ")[-1] for h in table.headings[:-1]]
     shown = Table(table.title, headings, [row[:-1] for row in table.rows])
     return "\n\n".join([shown.markdown(), *table.notes, _chosen(record)])
+
+
+def seeds_table(records: Sequence[ExperimentRecord]) -> str:
+    """Mean and range over the seeds of an experiment on the test split, beside the paper's numbers."""
+    by_seed = [{test.loss: test for test in _tests(record)} for record in records]
+    losses = [loss for loss in LOSSES if all(loss in tests for tests in by_seed)]
+    dataset = by_seed[0][losses[0]].dataset
+    fields = ("slc", "normalized", "all_logits")
+
+    def spread(values: Sequence[float], form: str) -> str:
+        mean, least, most = (format(float(f(values)), form) for f in (np.mean, min, max))
+        return f"{mean} ({least} to {most})"
+
+    rows = []
+    for loss in losses:
+        tests = [tests[loss] for tests in by_seed]
+        errors = {
+            field: np.array([m.errors() for test in tests if (m := getattr(test, field))]) for field in fields
+        }
+        cells = [*errors["slc"].T, errors["normalized"][:, 0], errors["all_logits"][:, 0]]
+        shown = [spread(values, ".4f") for values in cells]
+        rows.append([loss, *shown, spread([test.accuracy for test in tests], ".4f")])
+        quoted = [f"{value:.3f}" for value in paper_results.ONE_LOGIT[dataset][loss]]
+        every = paper_results.ALL_LOGITS[dataset].get(loss)
+        rows.append(["in the paper", *quoted, "", "" if every is None else f"{every[0]:.3f}", ""])
+    gains = [mean_improvement({loss: tests[loss].slc.errors() for loss in losses}) for tests in by_seed]
+    shown = [spread(values, ".1%") for values in zip(*gains, strict=True)]
+    rows.append(["mean relative improvement", *shown, "", "", ""])
+    quoted = [f"{value:.1%}" for value in paper_results.IMPROVEMENT[dataset]]
+    rows.append(["in the paper", *quoted, "", "", ""])
+    headings = ["loss", "one logit: 1-AUPRC", "1-P@0.9", "1-P@0.99"]
+    headings += ["with an affine normalizer: 1-AUPRC", "all logits: 1-AUPRC", "accuracy"]
+    seeds = [str(record["experiment"]["seed"]) for record in records]
+    commits = dict.fromkeys(record["environment"]["commit"] for record in records)
+    how = _chosen(records[0]).partition(", seed")[0]
+    note = f"{how}; mean (smallest to largest) of seeds {', '.join(seeds)}; commit {', '.join(commits)}."
+    return f"{_markdown(headings, rows)}\n\n{note}"
+
+
+def trials_table(record: Mapping[str, Any]) -> str:
+    """What a study of `validation_study` tried, and how that did on the validation split.
+
+    Examples:
+      >>> trials = [{"settings": {"optimizer": "sgd", "epsilon": 0.0}, "validation": {"auprc": 0.75, "accuracy": 0.5}}]
+      >>> trials += [{"settings": {"optimizer": "adam", "epsilon": 1e-6}, "validation": {}}]
+      >>> print(trials_table({"trials": trials}))
+      | optimizer | epsilon | validation: one logit 1-AUPRC | validation: accuracy |
+      | --- | --- | --- | --- |
+      | sgd | 0 | 0.2500 | 0.5000 |
+      | adam | 1e-06 | diverged |  |
+    """
+    rows = []
+    for trial in record["trials"]:
+        measured = trial["validation"]
+        cells = (
+            [f"{1 - measured['auprc']:.4f}", f"{measured['accuracy']:.4f}"] if measured else ["diverged", ""]
+        )
+        rows.append(
+            [*(f"{v:g}" if isinstance(v, float) else str(v) for v in trial["settings"].values()), *cells]
+        )
+    names = [name.replace("_", " ") for name in record["trials"][0]["settings"]]
+    return _markdown([*names, "validation: one logit 1-AUPRC", "validation: accuracy"], rows)
 
 
 def short_table(record: ExperimentRecord, losses: Sequence[str] = tuple(LOSSES)) -> str:
