@@ -127,21 +127,18 @@ class StoredCheckpoint:
         A leaf of the template that has a method ``placed`` says itself what becomes of the array: it is called with the
         function ``rows(start, stop)`` that reads rows. All other leaves become NumPy arrays.
         """
-        leaves, structure = jax.tree_util.tree_flatten_with_path(template)
+
+        def started(path: Any, leaf: Any) -> StoredArray:
+            array = self.array(leaf_name(path))
+            self._check_kind(array, np.dtype(leaf.dtype), np.shape(leaf))
+            array.start()
+            return array
+
+        def read(leaf: Any, array: StoredArray) -> Any:
+            return leaf.placed(array.rows) if hasattr(leaf, "placed") else array.read()
+
         with self._one_sentence():
-            arrays = []
-            for path, leaf in leaves:
-                arrays.append(self.array(leaf_name(path)))
-                self._check_kind(arrays[-1], np.dtype(leaf.dtype), np.shape(leaf))
-            for array in arrays:
-                array.start()
-            return jax.tree_util.tree_unflatten(
-                structure,
-                [
-                    leaf.placed(array.rows) if hasattr(leaf, "placed") else array.read()
-                    for (_, leaf), array in zip(leaves, arrays, strict=True)
-                ],
-            )
+            return jax.tree.map(read, template, jax.tree_util.tree_map_with_path(started, template))
 
     def read_below(self, name: str) -> dict[str, Any]:
         """Reads and checks all arrays whose names begin with a name and a dot, as a tree; empty if there are none."""

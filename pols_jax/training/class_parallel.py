@@ -75,7 +75,7 @@ class ClassParallel(Placement):
             return jax.tree_util.tree_map_with_path(self._padded, state)
 
         kernel = None
-        if "head" not in (arrays or {}).get("params", {}):
+        if "head" not in arrays.get("params", {}):
             # XLA would draw a whole part at once, which takes three times its memory on a CPU.
             rows = kernel_rows(self.learner.model, self.learner.seed, self._kernel.shape[1])
             kernel = self._spread("params.head.kernel", self._kernel).placed(rows)

@@ -176,13 +176,7 @@ def checksums(arrays: Mapping[str, ArrayParts]) -> dict[str, Any]:
 
 
 class StoredArray:
-    """An array on disk, of which nothing is given out unchecked.
-
-    Args:
-      store: The array as tensorstore opened it.
-      checksum: Its checksum, as `checksums` gives it.
-      error: Makes the error about something that has changed.
-    """
+    """An array on disk, as tensorstore opened it, of which nothing is given out unchecked; see `checksums`."""
 
     def __init__(self, store: Any, checksum: Any, error: Callable[[str], Exception], *, name: str):
         self.shape, self.dtype, self.name = tuple(store.shape), store.dtype.numpy_dtype, name
