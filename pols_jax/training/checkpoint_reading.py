@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ from pols_jax.training.stored_arrays import ArrayParts, StoredArray, checksums, 
 HEAD = ("params.head.kernel", "params.head.bias")
 """The names of the two arrays of the output layer."""
 
-# What `meta` holds. In the second format each array had one checksum; in the first, `meta` itself had none.
+# What `meta` holds. In the second format there was "head" too, and each array had one checksum; in the first, `meta`
+# itself had none.
 _KEYS = {"step", "config", "data", "validation_accuracy", "arrays", "checksum"}
-_KEYS_OF_SECOND_FORMAT = {*_KEYS, "head"}
 _KEYS_OF_FIRST_FORMAT = {"step", "config", "crc32"}
 
 
@@ -57,6 +57,15 @@ def newest_step(run_dir: str | Path) -> int | None:
     return max(stored_steps(run_dir), default=None)
 
 
+def stored_accuracies(run_dir: str | Path) -> dict[int, float]:
+    """By step, what the checkpoints that were measured on the validation split reached; damaged ones are left out."""
+    accuracies = {}
+    for step in stored_steps(run_dir):
+        with contextlib.suppress(CheckpointError):
+            accuracies[step] = StoredCheckpoint(run_dir, step).meta["validation_accuracy"]
+    return {step: accuracy for step, accuracy in accuracies.items() if accuracy is not None}
+
+
 class StoredCheckpoint:
     """One checkpoint on disk."""
 
@@ -77,9 +86,7 @@ class StoredCheckpoint:
             if meta.keys() == _KEYS_OF_FIRST_FORMAT:
                 arrays = {name: [None, None, crc32] for name, crc32 in meta["crc32"].items()}
                 meta = {"data": None, "validation_accuracy": None, "arrays": arrays} | meta
-            elif meta.keys() not in (_KEYS, _KEYS_OF_SECOND_FORMAT) or meta["checksum"] != _checksum_of_meta(
-                meta
-            ):
+            elif meta.keys() not in (_KEYS, {*_KEYS, "head"}) or meta["checksum"] != _checksum_of_meta(meta):
                 raise self.error("is damaged: its metadata has changed")
             if meta["step"] != self.step:
                 raise self.error(f"is damaged: it says that it is of step {meta['step']}")
@@ -120,21 +127,18 @@ class StoredCheckpoint:
         A leaf of the template that has a method ``placed`` says itself what becomes of the array: it is called with the
         function ``rows(start, stop)`` that reads rows. All other leaves become NumPy arrays.
         """
-        leaves, structure = jax.tree_util.tree_flatten_with_path(template)
+
+        def started(path: Any, leaf: Any) -> StoredArray:
+            array = self.array(leaf_name(path))
+            self._check_kind(array, np.dtype(leaf.dtype), np.shape(leaf))
+            array.start()
+            return array
+
+        def read(leaf: Any, array: StoredArray) -> Any:
+            return leaf.placed(array.rows) if hasattr(leaf, "placed") else array.read()
+
         with self._one_sentence():
-            arrays = []
-            for path, leaf in leaves:
-                arrays.append(self.array(leaf_name(path)))
-                self._check_kind(arrays[-1], np.dtype(leaf.dtype), np.shape(leaf))
-            for array in arrays:
-                array.start()
-            return jax.tree_util.tree_unflatten(
-                structure,
-                [
-                    leaf.placed(array.rows) if hasattr(leaf, "placed") else array.read()
-                    for (_, leaf), array in zip(leaves, arrays, strict=True)
-                ],
-            )
+            return jax.tree.map(read, template, jax.tree_util.tree_map_with_path(started, template))
 
     def read_below(self, name: str) -> dict[str, Any]:
         """Reads and checks all arrays whose names begin with a name and a dot, as a tree; empty if there are none."""
@@ -159,8 +163,8 @@ class StoredCheckpoint:
         """The error that says what is wrong with this checkpoint."""
         return CheckpointError(f"Checkpoint {self.step} in {self.folder.parent} {what}.")
 
-    def open_array(self, name: str) -> Any:
-        """Opens an array of the state, of whatever shape; its contents are not checked."""
+    def array(self, name: str) -> StoredArray:
+        """An array of the state, which checks what it reads."""
         folder = self.folder / "state" / name
         with self._one_sentence():
             if name not in self.meta["arrays"]:
@@ -174,12 +178,7 @@ class StoredCheckpoint:
                 "kvstore": {"driver": "file", "path": f"{folder}/"},
                 "fill_missing_data_reads": False,  # a file that is gone is not zeros
             }
-            return tensorstore.open(spec, open=True, read=True).result()
-
-    def array(self, name: str) -> StoredArray:
-        """An array of the state, which checks what it reads."""
-        store = self.open_array(name)
-        with self._one_sentence():
+            store = tensorstore.open(spec, open=True, read=True).result()
             dtype, shape, checksum = self.meta["arrays"][name]
             array = StoredArray(store, checksum, self.error, name=name)
             self._check_kind(array, dtype, shape)
@@ -299,10 +298,9 @@ def seal(
     config: Mapping[str, Any],
     data: Mapping[str, Any] | None,
     validation_accuracy: float | None,
-    add: Callable[[np.ndarray], np.ndarray],
 ) -> dict[str, Any]:
-    """Makes the ``meta`` of a checkpoint, by which a change of any bit of it is noticed; ``add`` as in `checksums`."""
-    found = checksums(arrays, add=add)
+    """Makes the ``meta`` of a checkpoint, by which a change of any bit of it is noticed."""
+    found = checksums(arrays)
     meta = {
         "step": step,
         "config": dict(config),

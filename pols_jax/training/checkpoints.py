@@ -11,7 +11,6 @@ the rest on the disk. With several hosts, all of them save and restore together,
 import asyncio
 import contextlib
 import dataclasses
-import math
 import os
 import shutil
 import tempfile
@@ -33,10 +32,11 @@ from pols_jax.training.checkpoint_reading import (
     newest_step,
     numbered_entries,
     seal,
+    stored_accuracies,
     stored_steps,
 )
-from pols_jax.training.hosts import largest_of_hosts, sum_of_hosts, texts_of_hosts
-from pols_jax.training.stored_arrays import ArrayParts, leaf_name
+from pols_jax.training.hosts import largest_of_hosts, texts_of_hosts
+from pols_jax.training.stored_arrays import ArrayParts, leaf_name, tree_bytes
 
 __all__ = ["Checkpoints", "HeadRows", "Saved", "newest_step"]
 
@@ -103,8 +103,7 @@ class Checkpoints:
         Raises:
           CheckpointError: if the directory cannot be written to, or the disk has no room for one checkpoint.
         """
-        leaves = jax.tree.leaves(template)
-        needed = sum(np.dtype(leaf.dtype).itemsize * math.prod(np.shape(leaf)) for leaf in leaves)
+        needed = tree_bytes(template)
         with self._one_sentence(f"{self.directory} cannot be written to"):
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.directory):
@@ -149,14 +148,7 @@ class Checkpoints:
             # Orbax would make one, without the rest of the run.
             if self._manager is not None and not self.directory.is_dir():
                 raise FileNotFoundError("the directory is gone")
-            meta = seal(
-                step,
-                arrays,
-                config=config,
-                data=data,
-                validation_accuracy=validation_accuracy,
-                add=sum_of_hosts,
-            )
+            meta = seal(step, arrays, config=config, data=data, validation_accuracy=validation_accuracy)
             is_written = self._opened_manager().save(
                 step, args=ocp.args.Composite(state=_ArraysSave(arrays), meta=ocp.args.JsonSave(meta))
             )
@@ -271,21 +263,14 @@ class Checkpoints:
 
     def _opened_manager(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            for step in self.steps():
-                with contextlib.suppress(CheckpointError):  # an older one that is damaged cannot be the best
-                    accuracy = StoredCheckpoint(self.run_dir, step).meta["validation_accuracy"]
-                    if accuracy is not None:
-                        self._accuracies[step] = accuracy
+            self._accuracies |= stored_accuracies(self.run_dir)
             self._manager = ocp.CheckpointManager(
                 self.directory,
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=_NewestAndBest(self._keep, self._accuracies),
                     cleanup_tmp_directories=True,  # what a killed training left
                 ),
-                item_handlers={
-                    "state": _ArraysHandler(),
-                    "meta": ocp.JsonCheckpointHandler(),
-                },
+                item_handlers={"state": _ArraysHandler(), "meta": ocp.JsonCheckpointHandler()},
             )
         return self._manager
 

@@ -23,7 +23,7 @@ from pols_jax.errors import ConfigError
 from pols_jax.heads import padding_bias
 from pols_jax.training.config import RunConfig
 from pols_jax.training.learning import CLASS_AXIS, DATA_AXIS, Learner, TrainState, loss_options, run_loss
-from pols_jax.training.placement import Placement, check_batch_size
+from pols_jax.training.placement import Placement
 from pols_jax.training.spread_rows import SpreadRows, kernel_rows
 from pols_jax.training.stored_arrays import ArrayParts, chunk_rows, is_of_head, leaf_name
 
@@ -41,13 +41,13 @@ class ClassParallel(Placement):
     """
 
     def __init__(self, config: RunConfig, dataset: Dataset):
-        check_batch_size(config.batch_size, jax.device_count())
         self.mesh = mesh_of(config)
         learner = Learner.from_config(config, dataset)
         template = jax.eval_shape(lambda: learner.init(dataset.image_shape))
         self._num_classes = dataset.num_classes
         self._kernel = template.params["head"]["kernel"]
         self._rows = rows_per_part(self._kernel, self.mesh.shape[CLASS_AXIS])
+        self._num_rows = self._rows * self.mesh.shape[CLASS_AXIS]  # those of padding included
         num_padding = self._num_rows - self._num_classes
         options = loss_options(config, dataset)
         if "num_noise" in options and num_padding:
@@ -55,6 +55,7 @@ class ClassParallel(Placement):
             options["noise_probs"] = np.pad(options.get("noise_probs", uniform), (0, num_padding))
         self.learner = learner._replace(loss=run_loss(config, dataset, **options), mesh=self.mesh)
         self._replicated = NamedSharding(self.mesh, P())
+        self._row_sharding = NamedSharding(self.mesh, P(CLASS_AXIS))
         self._batch_sharding = NamedSharding(self.mesh, P((DATA_AXIS, CLASS_AXIS)))
         self._shardings = jax.tree_util.tree_map_with_path(
             lambda path, _: self._row_sharding if is_of_head(leaf_name(path)) else self._replicated, template
@@ -63,10 +64,6 @@ class ClassParallel(Placement):
         self._places = [i for i, each in enumerate(devices) if each.process_index == jax.process_index()]
         if jax.process_count() > 1:
             _connect(self.mesh)
-
-    @property
-    def _row_sharding(self) -> NamedSharding:
-        return NamedSharding(self.mesh, P(CLASS_AXIS))
 
     def init(self, first: Callable[[Any], TrainState], arrays: Any) -> TrainState:
         """Creates each row on the devices that hold it; its values do not depend on the mesh."""
@@ -78,7 +75,7 @@ class ClassParallel(Placement):
             return jax.tree_util.tree_map_with_path(self._padded, state)
 
         kernel = None
-        if "head" not in (arrays or {}).get("params", {}):
+        if "head" not in arrays.get("params", {}):
             # XLA would draw a whole part at once, which takes three times its memory on a CPU.
             rows = kernel_rows(self.learner.model, self.learner.seed, self._kernel.shape[1])
             kernel = self._spread("params.head.kernel", self._kernel).placed(rows)
@@ -170,15 +167,9 @@ class ClassParallel(Placement):
 
     def compile(self, program: Callable, *, num_shared: int, trains: bool) -> Callable:
         """Compiles one program for the mesh; beside the state, every host has what it returns."""
-        del num_shared
         if not trains:
             return jax.jit(program, out_shardings=self._replicated)
         return jax.jit(program, donate_argnums=0, out_shardings=(self._shardings, self._replicated))
-
-    @property
-    def _num_rows(self) -> int:
-        """The number of rows of all parts together, those of padding included."""
-        return self._rows * self.mesh.shape[CLASS_AXIS]
 
     def _without_padding(self, name: str, leaf: np.ndarray) -> np.ndarray:
         return leaf[: self._num_classes] if is_of_head(name) else leaf
@@ -206,10 +197,7 @@ def rows_per_part(kernel: Any, num_parts: int) -> int:
 
 def mesh_of(config: RunConfig) -> Mesh:
     """The mesh that a config asks for; a `ConfigError` if it does not fit the devices."""
-    try:
-        return make_mesh(*config.mesh_shape(jax.device_count()))
-    except ValueError as error:
-        raise ConfigError(f"--mesh: {error}") from None
+    return make_mesh(*config.mesh_shape(jax.device_count()))
 
 
 def make_mesh(num_data: int, num_class: int) -> Mesh:
@@ -219,7 +207,7 @@ def make_mesh(num_data: int, num_class: int) -> Mesh:
     Several hosts share out the classes first: between the parts of the batch, gradients of whole rows are exchanged.
 
     Raises:
-      ValueError: if the product is not the number of devices.
+      ConfigError: if the product is not the number of devices.
     """
     num_devices, num_hosts = jax.device_count(), jax.process_count()
     if num_data < 1 or num_class < 1 or num_data * num_class != num_devices:
@@ -227,19 +215,16 @@ def make_mesh(num_data: int, num_class: int) -> Mesh:
             f"{num_devices // c}x{c}" for c in range(1, num_devices + 1) if num_devices % c == 0
         )
         of_hosts = f" of {num_hosts} hosts" if num_hosts > 1 else ""
-        raise ValueError(
-            f"A mesh of data={num_data}, class={num_class} does not fit {num_devices} devices{of_hosts}; "
+        raise ConfigError(
+            f"--mesh: A mesh of data={num_data}, class={num_class} does not fit {num_devices} devices{of_hosts}; "
             f"data x class may be {fitting}."
         )
-    kinds = {"axis_types": (AxisType.Auto,) * 2}
+    names, kinds = (DATA_AXIS, CLASS_AXIS), (AxisType.Auto,) * 2
     if num_hosts == 1:
-        return jax.make_mesh((num_data, num_class), (DATA_AXIS, CLASS_AXIS), **kinds)
+        return jax.make_mesh((num_data, num_class), names, axis_types=kinds)
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    return Mesh(
-        arrange_over_hosts(np.array(devices), num_hosts, num_data, num_class),
-        (DATA_AXIS, CLASS_AXIS),
-        **kinds,
-    )
+    grid = arrange_over_hosts(np.array(devices), num_hosts, num_data, num_class)
+    return Mesh(grid, names, axis_types=kinds)
 
 
 def arrange_over_hosts(devices: np.ndarray, num_hosts: int, num_data: int, num_class: int) -> np.ndarray:

@@ -90,9 +90,8 @@ class DataConfig:
     def options(self) -> dict[str, Any]:
         """The options that are set, for `pols_jax.data.load`."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(DataConfig)}
-        return {
-            name: value for name, value in values.items() if name != "dataset" and value not in (None, ())
-        }
+        del values["dataset"]
+        return {name: value for name, value in values.items() if value not in (None, ())}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

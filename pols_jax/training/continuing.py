@@ -57,11 +57,7 @@ def check_run_dir(run_dir: Path, config: RunConfig, dataset: Dataset) -> None:
                 "settings of that run."
             )
         _check_data(run_dir, dataset, saved.data)
-    _check_checkpoints(run_dir, config, dataset)
-
-
-def _check_checkpoints(run_dir: Path, config: RunConfig, dataset: Dataset) -> None:
-    """Raises if a checkpoint is of another run: config.json may be gone, or of another run itself."""
+    # config.json may be gone, or of another run itself.
     for step in stored_steps(run_dir):
         checkpoint = StoredCheckpoint(run_dir, step)
         try:

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from typing import Any
 
 import jax
 
@@ -14,6 +13,7 @@ from pols_jax.training.config import RunConfig
 from pols_jax.training.network import make_model, variable_shapes
 from pols_jax.training.optimizers import make_optimizer, make_schedule
 from pols_jax.training.row_optimizers import RowState, make_row_optimizer
+from pols_jax.training.stored_arrays import tree_bytes
 
 
 def check_feasible(config: RunConfig, dataset: Dataset) -> None:
@@ -106,8 +106,3 @@ def _sizes(config: RunConfig, num_classes: int, image_shape: tuple[int, int, int
         state = tree_bytes(jax.eval_shape(functools.partial(RowState.init, optimizer), head))
     state += tree_bytes(params) + tree_bytes(jax.eval_shape(make_optimizer(config).init, params))
     return tree_bytes(variables) + state, max(layers, default=0)
-
-
-def tree_bytes(tree: Any) -> int:
-    """The size of all arrays of a tree, of which the shapes are enough."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -24,7 +24,7 @@ from pols_jax.signals import Noted, noted_signals
 from pols_jax.training.checkpoints import Checkpoints, Saved, newest_step
 from pols_jax.training.config import Experiment, RunConfig, RunOptions
 from pols_jax.training.continuing import Outcome, best_look, check_run_dir, ended_before, write_run_files
-from pols_jax.training.feasibility import check_feasible, tree_bytes
+from pols_jax.training.feasibility import check_feasible
 from pols_jax.training.hosts import check_same_settings, largest_of_hosts, peers_told, same_on_all_hosts
 from pols_jax.training.learning import TrainState
 from pols_jax.training.optimizers import make_schedule
@@ -32,6 +32,7 @@ from pols_jax.training.placement import check_batch_size
 from pols_jax.training.progress import MetricsLog, Progress
 from pols_jax.training.run_dirs import locked
 from pols_jax.training.starting import Start, load_start, without_backbone
+from pols_jax.training.stored_arrays import tree_bytes
 from pols_jax.training.trainer import Trainer
 
 S = TypeVar("S", RunConfig, Experiment)

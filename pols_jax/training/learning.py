@@ -24,7 +24,7 @@ from pols_jax.models import AsFeatures, Classifier
 from pols_jax.training.config import RunConfig
 from pols_jax.training.network import make_model
 from pols_jax.training.optimizers import make_optimizer, make_schedule
-from pols_jax.training.row_optimizers import make_row_optimizer
+from pols_jax.training.row_optimizers import RowState, catch_up_rows, make_row_optimizer, write_rows
 from pols_jax.training.sampled_head import SampledHead, Touched
 
 DATA_AXIS = "data"
@@ -136,7 +136,8 @@ class Learner(NamedTuple):
         """Creates the state of the optimizer before the first step."""
         if self.sampled is None:
             return self.optimizer.init(params)
-        return {"backbone": self.optimizer.init(_rest(params)), "head": self.sampled.init(params["head"])}
+        rows = RowState.init(self.sampled.optimizer, params["head"])
+        return {"backbone": self.optimizer.init(_rest(params)), "head": rows}
 
     def touch(self, state: TrainState, batch: Batch, *, axis_name: str | None) -> Touched | None:
         """Reads the rows that a step is about; None if it is about all of them."""
@@ -153,8 +154,14 @@ class Learner(NamedTuple):
         params, backbone_state = _optax_update(
             self.optimizer, _rest(gradients), state.opt_state["backbone"], _rest(state.params)
         )
-        head, rows = self.sampled.update(
-            state.params["head"], state.opt_state["head"], touched, gradients["head"], state.step
+        head, rows = write_rows(
+            self.sampled.optimizer,
+            state.params["head"],
+            state.opt_state["head"],
+            touched.classes.classes,
+            touched.rows,
+            gradients["head"],
+            state.step + 1,
         )
         return params | {"head": head}, {"backbone": backbone_state, "head": rows}
 
@@ -162,10 +169,9 @@ class Learner(NamedTuple):
         """The state with every row where it belongs after so many steps: of drawn classes, those not drawn lag behind."""
         if self.sampled is None:
             return state
-        head, rows = self.sampled.caught_up(state.params["head"], state.opt_state["head"], state.step)
-        return state._replace(
-            params=state.params | {"head": head}, opt_state=state.opt_state | {"head": rows}
-        )
+        params, opt_state = state.params, state.opt_state
+        head, rows = catch_up_rows(self.sampled.optimizer, params["head"], opt_state["head"], state.step)
+        return state._replace(params=params | {"head": head}, opt_state=opt_state | {"head": rows})
 
     def measure(
         self, params: Any, outputs: Float[Array, "batch units"], batch: Batch, *, axis_name: str | None

@@ -13,12 +13,9 @@ def make_model(config: RunConfig, num_classes: int, *, axis_name: str | None = N
     """Builds the network that a config asks for; batch norm synchronizes over ``axis_name`` while training."""
     dtype = jnp.dtype(config.dtype)
     options: dict[str, Any] = {"width": config.width, "dtype": dtype, "axis_name": axis_name}
-    if config.pixels is not None:
-        options["pixels"] = config.pixels
-    if config.hidden_sizes:
-        options["hidden_sizes"] = config.hidden_sizes
-    if config.auxiliary:
-        options["auxiliary"] = True
+    # Not every network has these: they are given only where they are set.
+    set_ones = ((name, getattr(config, name)) for name in ("pixels", "hidden_sizes", "auxiliary"))
+    options |= {name: value for name, value in set_ones if value}
     return Classifier(
         MODELS[config.model](**options), num_classes, bias_init=config.first_bias(num_classes), dtype=dtype
     )

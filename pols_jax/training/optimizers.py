@@ -31,18 +31,16 @@ def make_optimizer(config: RunConfig) -> optax.GradientTransformation:
     optimizer = _plain_optimizer(config)
     if config.clip_norm is not None and config.head != "sampled":
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
-    if config.backbone_factor() != 1 and config.train == "all":
-        optimizer = optax.chain(optimizer, _scale_backbone(config.backbone_factor()))
+    factor = config.backbone_factor()
+    if factor != 1 and config.train == "all":
+
+        def scale(updates, params):
+            return updates | {"backbone": jax.tree.map(lambda leaf: factor * leaf, updates["backbone"])}
+
+        optimizer = optax.chain(optimizer, optax.stateless(scale))
     if config.accumulate > 1:
         return optax.MultiSteps(optimizer, config.accumulate).gradient_transformation()
     return optimizer
-
-
-def _scale_backbone(factor: float) -> optax.GradientTransformation:
-    def scale(updates, params):
-        return updates | {"backbone": jax.tree.map(lambda leaf: factor * leaf, updates["backbone"])}
-
-    return optax.stateless(scale)
 
 
 def _plain_optimizer(config: RunConfig) -> optax.GradientTransformation:

@@ -55,11 +55,23 @@ class Placement:
         return tree
 
 
+def replicate(tree: Any) -> Any:
+    """Puts a copy of every leaf on each local device, along a new first axis, as pmap wants it.
+
+    ``flax.jax_utils.replicate`` does so by way of all copies on one device, which a data set need not fit.
+    """
+    # The name of the axis is part of where the copies are: under another, a program would be compiled again.
+    copies = jax.pmap(lambda leaves, _: leaves, axis_name=DATA_AXIS, in_axes=(None, 0))
+    return copies(tree, np.arange(jax.local_device_count()))
+
+
 class DataParallel(Placement):
     """A part of the batch and a copy of the model on each device of every host, with ``pmap``."""
 
+    # A state, or the data, goes to every device as it is.
+    place = put = staticmethod(replicate)
+
     def __init__(self, config: RunConfig, dataset: Dataset):
-        check_batch_size(config.batch_size, jax.device_count())
         # XLA does not leave out a sum over one device: without it a step of the MLP on a CPU is 4 % faster.
         self.axis_name = DATA_AXIS if jax.device_count() > 1 else None
         self.learner = Learner.from_config(config, dataset, axis_name=self.axis_name)
@@ -72,21 +84,9 @@ class DataParallel(Placement):
         """What a stored state is read into, from one of shapes and dtypes; `place` takes the result."""
         return state
 
-    def place(self, state: TrainState) -> TrainState:
-        """Puts a copy of a state on each device."""
-        return replicate(state)
-
-    def whole(self, state: TrainState) -> TrainState:
-        """Takes a state from the devices, as it was before `place`: the first device's copy."""
-        return unreplicate(state)
-
     def stored(self, state: TrainState) -> TrainState:
         """What a checkpoint stores of a state: the first device's copy."""
         return jax.tree.map(np.asarray, unreplicate(state))
-
-    def put(self, arrays: Any) -> Any:
-        """Puts a copy of the data on each device."""
-        return replicate(arrays)
 
     def put_batch(self, batch: Batch) -> Batch:
         """Starts the transfer of a batch of the host, to each local device its rows."""
@@ -98,8 +98,10 @@ class DataParallel(Placement):
         return jax.tree.map(lambda leaf: leaf.reshape((num_devices, -1, *leaf.shape[1:])), batch)
 
     def first(self, tree: Any) -> Any:
-        """Takes the first device's copy."""
+        """Takes the first device's copy, which is as good as any."""
         return unreplicate(tree)
+
+    whole = first
 
     def shard(self) -> dict[str, Any]:
         """Each device draws its own rows."""
@@ -128,16 +130,6 @@ def check_batch_size(batch_size: int, num_devices: int) -> None:
             f"--batch-size {batch_size} cannot be split over {num_devices} devices; "
             f"the nearest sizes are {nearest}."
         )
-
-
-def replicate(tree: Any) -> Any:
-    """Puts a copy of every leaf on each local device, along a new first axis, as pmap wants it.
-
-    ``flax.jax_utils.replicate`` does so by way of all copies on one device, which a data set need not fit.
-    """
-    # The name of the axis is part of where the copies are: under another, a program would be compiled again.
-    copies = jax.pmap(lambda leaves, _: leaves, axis_name=DATA_AXIS, in_axes=(None, 0))
-    return copies(tree, np.arange(jax.local_device_count()))
 
 
 def _as_it_is(batch: Batch) -> Batch:

@@ -19,23 +19,13 @@ F is a table with one number per step, made once. Its terms are of one sign and 
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
-
-__all__ = [
-    "ROW_OPTIMIZERS",
-    "RowOptimizer",
-    "RowState",
-    "catch_up_rows",
-    "make_row_optimizer",
-    "read_rows",
-    "write_rows",
-]
+from jaxtyping import Array, Int
 
 # The constants of optax's optimizers of the same names.
 _BETA_1, _BETA_2, _ADAM_EPSILON = 0.9, 0.999, 1e-8
@@ -73,9 +63,8 @@ class RowState(NamedTuple):
     @classmethod
     def init(cls, optimizer: RowOptimizer, head: Mapping[str, Array]) -> "RowState":
         """The state before the first update of an output layer ``{"kernel": [k, d], "bias": [k]}``."""
-        num_classes = len(head["bias"])
         slots = {name: optimizer.init(leaf) for name, leaf in head.items()}
-        return cls(jnp.zeros(num_classes, jnp.int32), slots)
+        return cls(jnp.zeros(len(head["bias"]), jnp.int32), slots)
 
 
 class Rows(NamedTuple):
@@ -112,17 +101,7 @@ def write_rows(
 ) -> tuple[dict[str, Array], RowState]:
     """Does update ``now`` to rows that `read_rows` read, and writes them: in place, where the arrays are donated.
 
-    Args:
-      optimizer: The optimizer.
-      head: The output layer.
-      state: What is kept of its rows.
-      classes: Whose rows they are: in increasing order, each once; those from k on are not written.
-      rows: The rows, caught up to the update before.
-      gradients: Their gradients.
-      now: The number of the update, from 1.
-
-    Returns:
-      The new output layer and state.
+    The classes are in increasing order, each once; those from k on are not written.
     """
     updated = {
         name: optimizer.update(rows.params[name], rows.slots[name], gradients[name], now) for name in head
@@ -170,24 +149,12 @@ def make_row_optimizer(
 
     Returns:
       The optimizer; its constants are those of optax's.
-
-    Examples:
-      >>> import jax.numpy as jnp, optax
-      >>> optimizer = make_row_optimizer("momentum", optax.constant_schedule(0.1), num_updates=10)
-      >>> rows, slots = optimizer.update(jnp.zeros(1), optimizer.init(jnp.zeros(1)), jnp.ones(1), jnp.int32(1))
-      >>> rows, slots = optimizer.catch_up(rows, slots, jnp.int32(1), jnp.int32(3))  # two steps without a gradient
-      >>> rows.round(4).tolist()  # -0.1 (1 + 0.9 + 0.81)
-      [-0.271]
     """
-    rates = np.asarray(
-        jax.vmap(lambda before: _rate(schedule, before + 1))(jnp.arange(num_updates)), np.float64
-    )
+    rates = np.asarray(jax.vmap(lambda now: _rate(schedule, now))(1 + jnp.arange(num_updates)), np.float64)
     return ROW_OPTIMIZERS[name](schedule, rates, momentum)
 
 
 def _sgd(schedule: optax.Schedule, rates: np.ndarray, momentum: float) -> RowOptimizer:
-    del rates, momentum
-
     def update(rows, slots, gradients, now):
         return rows - _rate(schedule, now) * gradients, slots
 
@@ -195,11 +162,11 @@ def _sgd(schedule: optax.Schedule, rates: np.ndarray, momentum: float) -> RowOpt
 
 
 def _momentum(schedule: optax.Schedule, rates: np.ndarray, momentum: float) -> RowOptimizer:
-    later = _LaterSteps.of(rates, momentum)
+    weight = _weight_of_skipped(rates, momentum)
 
     def catch_up(rows, slots, last, now):
         trace = slots["trace"]
-        return rows - later.weight(last, now) * trace, {"trace": later.decay(last, now) * trace}
+        return rows - weight(last, now) * trace, {"trace": _power(momentum, now - last) * trace}
 
     def update(rows, slots, gradients, now):
         trace = gradients + momentum * slots["trace"]
@@ -209,10 +176,9 @@ def _momentum(schedule: optax.Schedule, rates: np.ndarray, momentum: float) -> R
 
 
 def _adam(schedule: optax.Schedule, rates: np.ndarray, momentum: float) -> RowOptimizer:
-    del momentum
     updates = np.arange(1.0, len(rates) + 1)
     corrections = np.sqrt(1 - _BETA_2**updates) / (1 - _BETA_1**updates)
-    later = _LaterSteps.of(rates * corrections, _BETA_1 / _BETA_2**0.5)
+    weight = _weight_of_skipped(rates * corrections, _BETA_1 / _BETA_2**0.5)
 
     def init(table):
         return {"mu": jnp.zeros_like(table), "nu": jnp.zeros_like(table)}
@@ -223,7 +189,7 @@ def _adam(schedule: optax.Schedule, rates: np.ndarray, momentum: float) -> RowOp
         epsilon = _ADAM_EPSILON * jnp.sqrt((1 - _power(_BETA_2, last + 1)) / _BETA_2)
         direction = mu / (jnp.sqrt(nu) + epsilon)
         slots = {"mu": _power(_BETA_1, now - last) * mu, "nu": _power(_BETA_2, now - last) * nu}
-        return rows - later.weight(last, now) * direction, slots
+        return rows - weight(last, now) * direction, slots
 
     def update(rows, slots, gradients, now):
         mu = _BETA_1 * slots["mu"] + (1 - _BETA_1) * gradients
@@ -236,8 +202,6 @@ def _adam(schedule: optax.Schedule, rates: np.ndarray, momentum: float) -> RowOp
 
 
 def _adagrad(schedule: optax.Schedule, rates: np.ndarray, momentum: float) -> RowOptimizer:
-    del rates, momentum
-
     def init(table):
         return {"sum_of_squares": jnp.full(table.shape[:1], _ADAGRAD_START, table.dtype)}
 
@@ -259,24 +223,16 @@ ROW_OPTIMIZERS: Mapping[str, Callable[[optax.Schedule, np.ndarray, float], RowOp
 """The optimizers that have a row-wise form."""
 
 
-class _LaterSteps(NamedTuple):
-    """F of the closed form above: the sum over all later updates, for each number of updates done."""
+def _weight_of_skipped(weights: np.ndarray, factor: float) -> Callable[[Array, Array], Array]:
+    """The closed form above, as a function of ``last`` and ``now``."""
+    sums = itertools.accumulate(weights[::-1], lambda later, w: factor * (w + later), initial=0.0)
+    table = np.fromiter(sums, np.float64, len(weights) + 1)[::-1].astype(np.float32)
 
-    table: Float[np.ndarray, " updates"]
-    factor: float
+    def weight(last: Array, now: Array) -> Array:
+        later = jnp.asarray(table)
+        return later[last] - _power(factor, now - last) * later[now]
 
-    @classmethod
-    def of(cls, weights: np.ndarray, factor: float) -> "_LaterSteps":
-        sums = itertools.accumulate(weights[::-1], lambda later, w: factor * (w + later), initial=0.0)
-        return cls(np.fromiter(sums, np.float64, len(weights) + 1)[::-1].astype(np.float32), factor)
-
-    def weight(self, last: Array, now: Array) -> Array:
-        """The sum over the updates after ``last``, up to ``now``."""
-        table = jnp.asarray(self.table)
-        return table[last] - self.decay(last, now) * table[now]
-
-    def decay(self, last: Array, now: Array) -> Array:
-        return _power(self.factor, now - last)
+    return weight
 
 
 def _power(base: float, exponent: Array) -> Array:
@@ -288,6 +244,5 @@ def _rate(schedule: optax.Schedule, now: Array) -> Array:
         return jnp.asarray(schedule(now - 1), jnp.float32)
 
 
-def _nothing_to_catch_up(rows: Any, slots: Slots, last: Array, now: Array) -> tuple[Any, Slots]:
-    del last, now
+def _nothing_to_catch_up(rows: Array, slots: Slots, last: Array, now: Array) -> tuple[Array, Slots]:
     return rows, slots

@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 
 from pols_jax.errors import ConfigError, RunError
-from pols_jax.files import check_directory
+from pols_jax.files import make_directory
 from pols_jax.schema import parse_json
 from pols_jax.training.hosts import from_first_host
 
@@ -56,7 +56,10 @@ def locked(run_dir: str | Path, *, flag: str = "--run-dir") -> Iterator[None]:
     if jax.process_index() > 0:
         yield
         return
-    _make_directory(run_dir, flag=flag)
+    try:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag} {run_dir} cannot be created ({error.strerror}); name another.") from error
     place = Path(run_dir).resolve()
     if _held.get(place, (None,))[0] == threading.get_ident():
         yield
@@ -117,17 +120,8 @@ def run_directory(given: str | Path | None, *, name: str, root: str | Path = "ru
                     folder.rmdir()
 
 
-def _make_directory(run_dir: str | Path, *, flag: str = "--run-dir") -> None:
-    """Creates a directory for runs."""
-    try:
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{flag} {run_dir} cannot be created ({error.strerror}); name another.") from error
-
-
 def _new_folder(root: Path, name: str) -> str:
-    check_directory(root)
-    _make_directory(root)
+    make_directory(root)
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1, 1000):
         folder = stem if number == 1 else f"{stem}-{number}"
@@ -198,8 +192,8 @@ def _is_running(pid: object) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):
-        return True
+    except (OSError, OverflowError):  # it is somebody else's, or cannot be asked about
+        pass
     return True
 
 

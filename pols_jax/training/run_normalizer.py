@@ -13,8 +13,6 @@ from pols_jax.files import write_arrays
 from pols_jax.normalizers import Clusters, Fit, Normalizer
 from pols_jax.schema import ArrayKind, read_arrays
 
-__all__ = ["normalizer_id", "normalizer_path", "read_normalizer", "score_id", "write_normalizer"]
-
 _ARRAYS = {
     "kernel": ArrayKind("f", ("rows", "features")),
     "bias": ArrayKind("f", ("rows",)),
@@ -88,11 +86,8 @@ def read_normalizer(
 
 
 def _read_clusters(arrays: dict[str, np.ndarray], head: Callable[[], tuple], *, problem: str) -> Clusters:
-    cluster_of, num_clusters, num_own = (
-        arrays["cluster_of"],
-        len(arrays["bias"]),
-        int(arrays.get("num_own", 0)),
-    )
+    cluster_of, num_clusters = arrays["cluster_of"], len(arrays["bias"])
+    num_own = int(arrays.get("num_own", 0))
     if not ((cluster_of >= 0) & (cluster_of < num_clusters)).all() or not 0 < num_own <= len(cluster_of):
         raise RunError(problem.format("its clusters do not fit its rows"))
     kernel, bias, first_class = head()

@@ -1,6 +1,5 @@
 """Finds trained runs on disk and opens them: what `pols_jax.training.fit` wrote, for those who use it."""
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -13,7 +12,7 @@ import numpy as np
 
 from pols_jax.class_shares import ClassShare
 from pols_jax.data import Dataset, load
-from pols_jax.errors import CheckpointError, RunError, shell_word
+from pols_jax.errors import RunError, shell_word
 from pols_jax.losses import LOSSES
 from pols_jax.models import Classifier
 from pols_jax.normalizers import Normalizer
@@ -23,7 +22,7 @@ from pols_jax.training.checkpoint_reading import (
     StoredCheckpoint,
     advised,
     newest_step,
-    stored_steps,
+    stored_accuracies,
 )
 from pols_jax.training.config import RunConfig
 from pols_jax.training.hosts import gather_from_hosts
@@ -97,9 +96,10 @@ class Run:
         with advised(directory):
             checkpoint.check_config(info.config)
         if use != "last":
-            best = best_checkpoint(directory) or checkpoint
             is_evaluated = use is None and checkpoint.identity == _evaluated_checkpoint(directory)
-            checkpoint = checkpoint if is_evaluated else best
+            measured = {} if is_evaluated else stored_accuracies(directory)
+            if measured:
+                checkpoint = StoredCheckpoint(directory, max(measured, key=lambda at: (measured[at], at)))
         return cls(directory, info, checkpoint.step, checkpoint.identity, step)
 
     @property
@@ -208,17 +208,6 @@ class Run:
                 f"The data set {dataset.name} has changed since the run in {self.directory} was trained on it; "
                 "bring the old data back, or train again."
             )
-
-
-def best_checkpoint(run_dir: str | Path) -> StoredCheckpoint | None:
-    """The checkpoint with the best accuracy on the validation split, the latest in a tie; None if none was measured."""
-    measured = []
-    for step in stored_steps(run_dir):
-        checkpoint = StoredCheckpoint(run_dir, step)
-        with contextlib.suppress(CheckpointError):  # one that is damaged cannot be the best
-            if (accuracy := checkpoint.meta["validation_accuracy"]) is not None:
-                measured.append((accuracy, step, checkpoint))
-    return max(measured, key=lambda entry: entry[:2])[2] if measured else None
 
 
 def _evaluated_checkpoint(run_dir: Path) -> str | None:

@@ -16,16 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from pols_jax.losses.global_batch import GlobalBatch
 from pols_jax.losses.sampled import Sampler, TouchedClasses, loss_of_touched, touched_classes
-from pols_jax.training.row_optimizers import (
-    RowOptimizer,
-    Rows,
-    RowState,
-    catch_up_rows,
-    read_rows,
-    write_rows,
-)
-
-__all__ = ["SampledHead", "Touched"]
+from pols_jax.training.row_optimizers import RowOptimizer, Rows, RowState, read_rows
 
 # What distinguishes the key of the noise from the other keys of a step.
 _NOISE_KEY = 2**31
@@ -57,10 +48,6 @@ class SampledHead:
     seed: int
     clip_norm: float | None = None
     class_weights: Float[np.ndarray, " classes"] | None = None
-
-    def init(self, head: dict[str, Array]) -> RowState:
-        """The state of the optimizer before the first step."""
-        return RowState.init(self.optimizer, head)
 
     def touch(
         self,
@@ -112,21 +99,3 @@ class SampledHead:
         if self.clip_norm is None:
             return gradients
         return optax.clip_by_global_norm(self.clip_norm).update(gradients, optax.EmptyState())[0]
-
-    def update(
-        self,
-        head: dict[str, Array],
-        state: RowState,
-        touched: Touched,
-        gradients: dict[str, Array],
-        step: Int[Array, ""],
-    ) -> tuple[dict[str, Array], RowState]:
-        """Writes the rows that a step has touched."""
-        classes = touched.classes.classes
-        return write_rows(self.optimizer, head, state, classes, touched.rows, gradients, step + 1)
-
-    def caught_up(
-        self, head: dict[str, Array], state: RowState, step: Int[Array, ""]
-    ) -> tuple[dict[str, Array], RowState]:
-        """All rows where they belong after so many steps."""
-        return catch_up_rows(self.optimizer, head, state, step)

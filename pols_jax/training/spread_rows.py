@@ -21,8 +21,6 @@ from jaxtyping import Array, Float
 from pols_jax.models import Classifier
 from pols_jax.training.stored_arrays import group_rows
 
-__all__ = ["SpreadRows", "kernel_rows"]
-
 
 @dataclasses.dataclass(frozen=True)
 class SpreadRows:
@@ -73,13 +71,6 @@ def kernel_rows(model: Classifier, seed: int, num_features: int) -> Callable[[in
     """Draws rows of the kernel that ``model.init`` would draw as a whole, with the same bits.
 
     Threefry's bits are a function of the key and the place in the array: any rows can be drawn without the others.
-
-    Examples:
-      >>> from pols_jax.models import AsFeatures
-      >>> model = Classifier(AsFeatures(), num_classes=5)
-      >>> whole = model.init(jax.random.key(0), jnp.zeros((1, 3)))["params"]["head"]["kernel"]
-      >>> bool((kernel_rows(model, 0, 3)(2, 4) == whole[2:4]).all())
-      True
     """
     rngs = {"params": jax.random.key(seed)}
     key: Any = model.apply({}, rngs=rngs, method=lambda bound: bound.head.make_rng("params"))

@@ -17,16 +17,7 @@ import numpy as np
 import tensorstore
 from jax import lax
 
-__all__ = [
-    "ArrayParts",
-    "StoredArray",
-    "checksums",
-    "chunk_rows",
-    "crc32",
-    "group_rows",
-    "is_of_head",
-    "leaf_name",
-]
+from pols_jax.training.hosts import sum_of_hosts
 
 # Rows are stored and checked in chunks of about this size: one class is read with one small file.
 _CHUNK_BYTES = 2**20
@@ -67,6 +58,11 @@ def chunk_rows(name: str, shape: tuple[int, ...], dtype: Any) -> int | None:
 def group_rows(name: str, shape: tuple[int, ...], dtype: Any) -> int:
     """How many rows of an array are read or written together."""
     return _GROUP * (chunk_rows(name, shape, dtype) or 1)
+
+
+def tree_bytes(tree: Any) -> int:
+    """The size of all arrays of a tree, of which the shapes and dtypes are enough."""
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
 def crc32(*arrays: np.ndarray) -> int:
@@ -148,12 +144,8 @@ class ArrayParts:
             await (store if rows is None else store[first : first + len(piece)]).write(piece)
 
 
-def checksums(arrays: Mapping[str, ArrayParts], *, add: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
-    """The checksum of every array, or of each of its chunks.
-
-    Args:
-      arrays: The arrays, with the parts that this process has.
-      add: Adds numbers over all processes.
+def checksums(arrays: Mapping[str, ArrayParts]) -> dict[str, Any]:
+    """The checksum of every array, on all processes, from the parts that each of them has.
 
     Returns:
       By name, one number; for an array in chunks ``{"rows": rows of a chunk, "crc32": a number for each chunk}``.
@@ -170,7 +162,7 @@ def checksums(arrays: Mapping[str, ArrayParts], *, add: Callable[[np.ndarray], n
     for name, array in arrays.items():
         for number, chunk in array.chunks():
             found[name][number] = 1 + crc32(chunk)
-    summed = add(np.concatenate([*found.values(), np.zeros(0, np.int64)])) - 1
+    summed = sum_of_hosts(np.concatenate([*found.values(), np.zeros(0, np.int64)])) - 1
     if (summed < 0).any():
         raise FileNotFoundError("no host has a part of it")
     ends = np.cumsum([*counts.values()])[:-1]
@@ -184,13 +176,7 @@ def checksums(arrays: Mapping[str, ArrayParts], *, add: Callable[[np.ndarray], n
 
 
 class StoredArray:
-    """An array on disk, of which nothing is given out unchecked.
-
-    Args:
-      store: The array as tensorstore opened it.
-      checksum: Its checksum, as `checksums` gives it.
-      error: Makes the error about something that has changed.
-    """
+    """An array on disk, as tensorstore opened it, of which nothing is given out unchecked; see `checksums`."""
 
     def __init__(self, store: Any, checksum: Any, error: Callable[[str], Exception], *, name: str):
         self.shape, self.dtype, self.name = tuple(store.shape), store.dtype.numpy_dtype, name
@@ -201,8 +187,8 @@ class StoredArray:
 
     def start(self) -> None:
         """Starts to read an array that is in one piece, and returns meanwhile."""
-        if self.chunk_rows is None and "_reading" not in self.__dict__:
-            self._reading = self._store.read()
+        if self.chunk_rows is None:
+            self._reading  # noqa: B018
 
     def read(self) -> np.ndarray:
         """Reads all of it."""
@@ -237,8 +223,11 @@ class StoredArray:
                 pass
 
     @functools.cached_property
+    def _reading(self) -> Any:
+        return self._store.read()
+
+    @functools.cached_property
     def _whole(self) -> np.ndarray:
-        self.start()
         array = np.asarray(self._reading.result())
         if crc32(array) != self._crc32:
             raise self._error(f"is damaged: {self.name} has changed")

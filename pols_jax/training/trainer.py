@@ -16,7 +16,6 @@ from pols_jax import metrics, principle
 from pols_jax.data import (
     Batch,
     Dataset,
-    Split,
     StreamSplit,
     augment_batch,
     evaluation_batches,
@@ -31,7 +30,7 @@ from pols_jax.training.class_parallel import ClassParallel
 from pols_jax.training.config import RunConfig
 from pols_jax.training.features import fitting_batch
 from pols_jax.training.learning import Totals, TrainState, train_step
-from pols_jax.training.placement import DataParallel
+from pols_jax.training.placement import DataParallel, check_batch_size
 from pols_jax.training.starting import Start, with_weights
 
 # While training, single-logit metrics are measured on as many classes as keep the scores below this number.
@@ -59,6 +58,7 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, dataset: Dataset, *, num_workers: int = 0):
+        check_batch_size(config.batch_size, jax.device_count())
         self.config = config
         self.dataset = dataset
         # Features that are computed once are not distorted again.
@@ -194,10 +194,13 @@ class Trainer:
         num_columns = max(1, min(num_classes, _MAX_SCORES // len(split)))
         columns = np.linspace(0, num_classes - 1, num_columns).round().astype(np.int32)
         outputs = []
-        for batch in _batches_for_all_hosts(split, **self.placement.host_part()):
+        # Not larger than the split, and a multiple of the number of devices.
+        num_devices = jax.device_count()
+        batch_size = -(-min(fitting_batch(self.dataset.image_shape), len(split)) // num_devices) * num_devices
+        for batch in evaluation_batches(split, batch_size=batch_size, **self.placement.host_part()):
             measured = self._validate(state, self.placement.split(batch), columns)
             outputs.append(jax.tree.map(np.asarray, self.placement.first(measured)))
-        sizes = np.array([out["examples"] for out in outputs])
+        num_examples = sum(out["examples"] for out in outputs)
         scores, labels, where = (
             np.concatenate([out[name] for out in outputs]) for name in ("scores", "labels", "where")
         )
@@ -207,11 +210,15 @@ class Trainer:
         places[columns] = np.arange(num_columns)
         places = places[labels]
         slc = metrics.slc_metrics(jnp.asarray(scores), jnp.asarray(places))
+        violation_rate = 0.0  # one class has no false logit
+        if num_columns > 1:
+            shown = jnp.asarray(scores[places >= 0]), jnp.asarray(places[places >= 0])
+            violation_rate = float(principle.violation_rate(*shown))
         return {
-            "loss": float(np.sum([out["loss"] * out["examples"] for out in outputs]) / sizes.sum()),
-            "accuracy": float(np.sum([out["correct"] for out in outputs]) / sizes.sum()),
+            "loss": float(np.sum([out["loss"] * out["examples"] for out in outputs]) / num_examples),
+            "accuracy": float(np.sum([out["correct"] for out in outputs]) / num_examples),
             "auprc": float(slc["auprc"]),
-            "violation_rate": _violation_rate(scores[places >= 0], places[places >= 0]),
+            "violation_rate": violation_rate,
             "num_classes": int(slc["num_classes"]),
         }
 
@@ -230,17 +237,3 @@ class Trainer:
         counts = {"correct": jnp.sum(is_correct & where), "examples": jnp.sum(where)}
         per_example = {"scores": scores, "labels": jnp.asarray(batch.labels), "where": where}
         return {"loss": loss, **placement.total(counts), **placement.gather(per_example)}
-
-
-def _violation_rate(scores, labels) -> float:
-    if scores.shape[1] < 2:
-        return 0.0  # one class has no false logit
-    return float(principle.violation_rate(jnp.asarray(scores), jnp.asarray(labels)))
-
-
-def _batches_for_all_hosts(split: Split, **host_part: Any) -> Iterator[Batch]:
-    # Not larger than the split, and a multiple of the number of devices.
-    num_devices = jax.device_count()
-    image_shape = split.image_shape if isinstance(split, StreamSplit) else split.images.shape[1:]
-    batch_size = -(-min(fitting_batch(image_shape), len(split)) // num_devices) * num_devices
-    return evaluation_batches(split, batch_size=batch_size, **host_part)

@@ -52,7 +52,7 @@ def on_letters(source, **changes):
 
 def stored_arrays(run_dir, step=None):
     checkpoint = StoredCheckpoint(run_dir, newest_step(run_dir) if step is None else step)
-    return {name: checkpoint.open_array(name).read().result() for name in checkpoint.meta["arrays"]}
+    return {name: checkpoint.array(name).read() for name in checkpoint.meta["arrays"]}
 
 
 def stop_after(monkeypatch, step):

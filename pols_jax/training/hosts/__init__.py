@@ -15,10 +15,8 @@ from pols_jax.training.hosts.agreement import (
     texts_of_hosts,
 )
 from pols_jax.training.hosts.joining import joined, peers_told
-from pols_jax.training.hosts.places import DEFAULT_TIMEOUT
 
 __all__ = [
-    "DEFAULT_TIMEOUT",
     "check_same_settings",
     "from_first_host",
     "gather_from_hosts",

@@ -46,7 +46,7 @@ class Line:
         try:
             message = json.loads(line)
         except ValueError:
-            raise ConnectionError("it sends something else") from None
+            message = None
         if not isinstance(message, dict):
             raise ConnectionError("it sends something else")
         return message

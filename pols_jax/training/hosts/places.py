@@ -122,13 +122,12 @@ def _read_slurm(environ: Mapping[str, str]) -> tuple[int, int] | None:
 def _detect(timeout: float) -> Place:
     """Finds the place as ``jax.distributed.initialize`` does without arguments."""
     detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+    address = count = index = device_ids = None
+    reason = ""
     try:
         address, count, index, device_ids = detect(None, None, None, None, None, int(timeout))
     except Exception as error:  # whatever the environment of a cluster can hold
-        address, count, index, device_ids = None, None, None, None
         reason = f" ({type(error).__name__}: {str(error)[:200]})"
-    else:
-        reason = ""
     if address is None or count is None or index is None:
         raise ConfigError(
             f"Several hosts are announced by SLURM or the TPU pod, but JAX cannot find them{reason}; pass --coordinator, "
