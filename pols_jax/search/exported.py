@@ -175,9 +175,9 @@ class Exported:
         return cls(directory, manifest, rows, _read_program(directory, manifest))
 
     @property
-    def place(self) -> str:
-        """Where it is, for messages."""
-        return str(self.directory)
+    def checkpoint(self) -> str:
+        """What identifies the checkpoint of the run."""
+        return self.manifest.checkpoint
 
     @functools.cached_property
     def class_names(self) -> tuple[str, ...]:
@@ -194,7 +194,7 @@ class Exported:
         path = self._checked(normalizer_path(self.directory).name)
         normalizer = read_normalizer(
             path.parent,
-            checkpoint=self.manifest.checkpoint,
+            checkpoint=self.checkpoint,
             shape=self.rows.shape,
             head=lambda: (*self.rows.read(range(self.rows.shape[0])), 0),
             advice=_ADVICE,
@@ -213,7 +213,7 @@ class Exported:
         path = self._checked("thresholds.npz")
         return Thresholds.load(
             path.parent,
-            checkpoint=self.manifest.checkpoint,
+            checkpoint=self.checkpoint,
             num_classes=self.manifest.num_classes,
             advice="with pols eval, export the run again, or give a number",
         )

@@ -106,7 +106,7 @@ def export(
             raise ConfigError(f"{run_dir} is {what}; name a run, which has a network that looks at pictures.")
     network = TrainedNetwork(Run.open(find_run(run_dir), use=use))
     run, (num_classes, num_features) = network.run, network.head.shape
-    normalizer = None if raw else network.normalizer
+    normalizer = None if raw else run.normalizer
     thresholds = _thresholds(network, normalizer)
     program = _program(run, normalizer, num_features, rows_dtype)
     serialized = program.serialize()
@@ -284,7 +284,7 @@ def _write_rows(
             if not is_finite.all():
                 class_id = sum(sizes) + int(np.argmin(is_finite))
                 raise ConfigError(
-                    f"The row of class {class_id} ({printable(network.class_names[class_id])}) of the run in "
+                    f"The row of class {class_id} ({printable(network.run.class_names[class_id])}) of the run in "
                     f"{network.place} is not finite; train another one."
                 )
             if normalizer is not None and normalizer.num_rows == 1:
