@@ -90,17 +90,13 @@ class Findings:
 
     def _draw(self, hit: Hit, pixels: UInt8[np.ndarray, "height width channels"]) -> None:
         entry = (hit.logit - hit.query.threshold.value, -next(self._count), (hit, pixels))
-        if len(self._best) < _SHEET_HITS:
-            heapq.heappush(self._best, entry)
-        else:
-            heapq.heappushpop(self._best, entry)
+        heapq.heappush(self._best, entry)
+        if len(self._best) > _SHEET_HITS:
+            heapq.heappop(self._best)
 
     def summary(self) -> str:
         """How many hits there are."""
-        hits, pictures = (
-            _counted(n, what) for n, what in ((len(self.hits), "hit"), (self.num_pictures, "picture"))
-        )
-        return f"{hits} in {pictures}."
+        return f"{_counted(len(self.hits), 'hit')} in {_counted(self.num_pictures, 'picture')}."
 
     def to_json(self) -> dict[str, Any]:
         """What was found, best first, ready for JSON; a name that is not UTF-8 is written as it is printed."""
@@ -108,14 +104,14 @@ class Findings:
             "num_pictures": self.num_pictures,
             "hits": [
                 {
-                    "picture": _utf8(hit.picture),
-                    "class": _utf8(hit.query.name),
+                    "picture": utf8_name(hit.picture),
+                    "class": utf8_name(hit.query.name),
                     "logit": hit.logit,
                     "threshold": hit.query.threshold.value,
                 }
                 for hit in self.best_first()
             ],
-            "skipped": [{"picture": _utf8(name), "why": why} for name, why in self.skipped],
+            "skipped": [{"picture": utf8_name(name), "why": why} for name, why in self.skipped],
         }
 
     def sheet(self) -> Image.Image:
@@ -302,7 +298,8 @@ def _counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _utf8(name: str) -> str:
+def utf8_name(name: str) -> str:
+    """The name as it is, or as it is printed if it is not UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:
