@@ -132,7 +132,11 @@ class FolderWatcher:
             try:
                 self._look()
             except (PolsError, OSError) as error:
-                self._tell(printable(str(error)))
+                trouble = printable(str(error))
+                if trouble != self._feed.trouble:
+                    print(trouble, file=sys.stderr, flush=True)
+                    self._feed.trouble = trouble
+                    self._feed.wake()
 
     def _look(self) -> None:
         files = self._index.files()
@@ -148,9 +152,3 @@ class FolderWatcher:
         self._taken = {path: seen for path, seen in files.items() if path in settled}
         self._feed.trouble = None
         self._feed.wake()
-
-    def _tell(self, trouble: str) -> None:
-        if trouble != self._feed.trouble:
-            print(trouble, file=sys.stderr, flush=True)
-            self._feed.trouble = trouble
-            self._feed.wake()
