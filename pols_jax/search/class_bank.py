@@ -104,8 +104,7 @@ class ClassBank:
         if is_adopted(run_dir):
             from pols_jax.evaluation.adopting import Adopted  # here, because a run is opened without it
 
-            adopted = Adopted.open(run_dir)
-            return cls(ForeignNetwork(adopted, adopted.head_rows(), features_of), raw=raw)
+            return cls(ForeignNetwork(Adopted.open(run_dir), features_of), raw=raw)
         if is_exported(run_dir):
             network = ExportedNetwork(Exported.open(run_dir), raw=raw)
         else:
@@ -169,7 +168,7 @@ class ClassBank:
         if normalizer is None:
             normalizer = "none" if features is None else "choose"
         ladder = climb(head, rows=normalizer if isinstance(normalizer, Normalizer) else str(normalizer))
-        return cls(ForeignNetwork(GivenArrays(head, ladder), head, features_of), ladder=ladder.rungs)
+        return cls(ForeignNetwork(GivenArrays(head, ladder), features_of), ladder=ladder.rungs)
 
     @property
     def run(self) -> Run:

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from pols_jax.errors import ConfigError, RunError, shell_word
 from pols_jax.heads import all_logits
 from pols_jax.metrics.thresholds import Thresholds
 from pols_jax.normalizers import Normalizer
-from pols_jax.search.exported import Exported
+from pols_jax.search.exported import Exported, ExportedRows
 from pols_jax.training.checkpoint_reading import HeadRows
 from pols_jax.training.run_normalizer import score_id
 from pols_jax.training.runs import Run
@@ -44,19 +44,6 @@ BATCH_SIZES = (1, 8, 64)
 _LARGEST_PIXEL = 1.001
 
 
-class Rows(Protocol):
-    """An output layer whose rows are read as they are asked for."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The numbers of classes and of features."""
-        ...
-
-    def read(self, class_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Reads kernel rows ``[c, d]`` and biases ``[c]``."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class GivenArrays:
     """An output layer that was given as arrays, with the normalizers that were tried on it."""
@@ -68,6 +55,10 @@ class GivenArrays:
     def place(self) -> str:
         """What messages call it."""
         return self.head.place
+
+    def head_rows(self) -> "ForeignHead":
+        """The output layer."""
+        return self.head
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -98,7 +89,7 @@ class Network(abc.ABC):
 
     Attributes:
       source: What has its names, its normalizer, and what identifies its parameters.
-      head: The output layer.
+      head: The output layer, whose rows are read as they are asked for.
       place: Where it is, for messages.
       dtype: What its logits are computed in.
       image_shape: Height, width and channels of the pictures it looks at; None if somebody else makes the features.
@@ -109,7 +100,12 @@ class Network(abc.ABC):
     image_shape: tuple[int, int, int] | None = None
     num_traces = 0
 
-    def __init__(self, source: "Run | Exported | Adopted | GivenArrays", head: Rows, place: str):
+    def __init__(
+        self,
+        source: "Run | Exported | Adopted | GivenArrays",
+        head: "HeadRows | ExportedRows | ForeignHead",
+        place: str,
+    ):
         self.source, self.head, self.place = source, head, place
 
     @abc.abstractmethod
@@ -253,8 +249,8 @@ class ExportedNetwork(Network):
 class ForeignNetwork(Network):
     """A network from elsewhere, adopted or given as arrays: logits in float32, and somebody else's features."""
 
-    def __init__(self, source: "Adopted | GivenArrays", head: Rows, features_of: Callable[[Any], Any] | None):
-        super().__init__(source, head, source.place)
+    def __init__(self, source: "Adopted | GivenArrays", features_of: Callable[[Any], Any] | None):
+        super().__init__(source, source.head_rows(), source.place)
         self._foreign, self._features_of = source, features_of
 
     def thresholds(self, normalizer: Normalizer | None) -> Thresholds:
