@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import heapq
 import io
-import itertools
 import os
 import queue
 import threading
@@ -71,7 +70,6 @@ class Findings:
     skipped: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     num_pictures: int = 0
     _best: list[tuple[float, int, Any]] = dataclasses.field(default_factory=list)
-    _count: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def best_first(self) -> list[Hit]:
         """The hits by how far they are above their thresholds."""
@@ -80,16 +78,16 @@ class Findings:
     def add(self, hit: Hit, pixels: UInt8[np.ndarray, "height width channels"]) -> None:
         """Notes a hit, and keeps the pixels of the best ones for the sheet."""
         self.hits.append(hit)
-        self._draw(hit, pixels)
+        self._draw(len(self.hits), hit, pixels)
 
     def draw(self, image_shape: tuple[int, int, int]) -> None:
         """Reads the pictures of the best hits for the sheet, where the hits came without pixels."""
-        for hit in self.best_first()[:_SHEET_HITS]:
+        for place, hit in enumerate(self.best_first()[:_SHEET_HITS]):
             with contextlib.suppress(ImageError):
-                self._draw(hit, decode_image(hit.picture, image_shape))
+                self._draw(place, hit, decode_image(hit.picture, image_shape))
 
-    def _draw(self, hit: Hit, pixels: UInt8[np.ndarray, "height width channels"]) -> None:
-        entry = (hit.logit - hit.query.threshold.value, -next(self._count), (hit, pixels))
+    def _draw(self, place: int, hit: Hit, pixels: UInt8[np.ndarray, "height width channels"]) -> None:
+        entry = (hit.logit - hit.query.threshold.value, -place, (hit, pixels))  # of equal ones, the first
         heapq.heappush(self._best, entry)
         if len(self._best) > _SHEET_HITS:
             heapq.heappop(self._best)
