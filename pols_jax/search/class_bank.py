@@ -22,7 +22,6 @@ from pols_jax.normalizers import Normalizer, fold
 from pols_jax.search.class_names import ClassNames
 from pols_jax.search.exported import Exported, is_exported
 from pols_jax.search.networks import (
-    BATCH_SIZES,
     ExportedNetwork,
     ForeignNetwork,
     GivenArrays,
@@ -36,8 +35,6 @@ from pols_jax.training.runs import Run, find_run
 
 if TYPE_CHECKING:
     from pols_jax.evaluation.normalizing import Rung
-
-__all__ = ["BATCH_SIZES", "ClassBank", "ClassRow"]
 
 # The number of asked classes is padded to a multiple of this.
 _CLASSES_AT_ONCE = 8

@@ -25,17 +25,6 @@ from pols_jax.schema import decode, json_field, read_json, read_record
 from pols_jax.training.run_normalizer import normalizer_path, read_normalizer
 from pols_jax.training.stored_arrays import crc32
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "PROGRAM",
-    "Exported",
-    "ExportedRows",
-    "Manifest",
-    "StoredFile",
-    "is_exported",
-]
-
 FORMAT = 1
 """The version of the layout of the directory."""
 MANIFEST = "export.json"

@@ -36,8 +36,6 @@ from pols_jax.training.run_normalizer import write_normalizer
 from pols_jax.training.runs import Run, find_run
 from pols_jax.training.stored_arrays import crc32
 
-__all__ = ["PLATFORMS", "ROWS_DTYPES", "export", "plain_thresholds", "stored_rows"]
-
 PLATFORMS = ("cpu", "cuda", "tpu")
 """What the program is lowered for; no such device is needed."""
 ROWS_DTYPES = ("float32", "bfloat16", "int8")

@@ -13,8 +13,6 @@ from pols_jax.search.class_bank import ClassBank
 from pols_jax.search.index import FeatureIndex
 from pols_jax.search.searching import utf8_name
 
-__all__ = ["export_index"]
-
 
 def export_index(index: FeatureIndex, bank: ClassBank, directory: str | os.PathLike) -> Path:
     """Writes ``export.parquet``, with a row per picture: id, path, size, normalizer and features.

@@ -27,8 +27,6 @@ from pols_jax.schema import encode, read_record
 from pols_jax.search.pictures import INDEX_LIST, is_index
 from pols_jax.training.stored_arrays import crc32
 
-__all__ = ["DTYPES", "IndexInfo", "IndexWriter", "PartInfo", "Rows", "read_info", "read_part"]
-
 DTYPES = ("float32", "float16")
 """What features can be stored in."""
 

@@ -24,12 +24,11 @@ from jaxtyping import UInt8
 from pols_jax.data import decode_image
 from pols_jax.errors import ConfigError, ImageError, RunError, printable, reason_of
 from pols_jax.files import check_directory, check_space, read_bytes
-from pols_jax.search.class_bank import BATCH_SIZES, ClassBank
+from pols_jax.search.class_bank import ClassBank
 from pols_jax.search.index_files import DTYPES, SCHEMA, IndexInfo, IndexWriter, PartInfo, Rows, read_pictures
+from pols_jax.search.networks import BATCH_SIZES
 from pols_jax.search.pictures import Picture, find_pictures
 from pols_jax.training.run_dirs import locked
-
-__all__ = ["IndexUpdate", "update_index"]
 
 _BATCH = BATCH_SIZES[-1]
 # Pictures that are read ahead of the network.

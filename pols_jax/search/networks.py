@@ -26,17 +26,6 @@ if TYPE_CHECKING:
     from pols_jax.evaluation.adopting import Adopted
     from pols_jax.evaluation.foreign_heads import ForeignHead, Ladder
 
-__all__ = [
-    "BATCH_SIZES",
-    "ExportedNetwork",
-    "ForeignNetwork",
-    "GivenArrays",
-    "Network",
-    "TrainedNetwork",
-    "in_batches",
-    "scores",
-]
-
 BATCH_SIZES = (1, 8, 64)
 """Batches are padded to the next of these sizes, so that a program is compiled at most this often."""
 

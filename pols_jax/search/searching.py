@@ -22,7 +22,8 @@ from PIL import Image, ImageDraw, ImageFont
 from pols_jax.data import decode_image
 from pols_jax.errors import ConfigError, ImageError, printable
 from pols_jax.metrics.thresholds import Rule, Threshold
-from pols_jax.search.class_bank import BATCH_SIZES, ClassBank
+from pols_jax.search.class_bank import ClassBank
+from pols_jax.search.networks import BATCH_SIZES
 from pols_jax.search.pictures import Picture
 
 if TYPE_CHECKING:
