@@ -16,6 +16,8 @@ from pols_jax.errors import ConfigError, RunError, printable, shell_word
 from pols_jax.files import check_writable, write_bytes, write_json
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from pols_jax.search import ClassBank, FeatureIndex
 
 
@@ -119,14 +121,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flush=True,
         )
 
-    line = _LiveLine(quiet=flags.quiet)
+    line, task = _live_line(quiet=flags.quiet)
+
+    def say(text: str, file: TextIO) -> None:
+        if file.isatty() and not line.disable:  # above the line
+            line.console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
+        else:
+            print(text, file=file, flush=True)
 
     def show(hit: Hit) -> None:
         if not flags.quiet:
-            line.print(str(hit), sys.stdout)
+            say(str(hit), sys.stdout)
 
     def warn(_: str, why: str) -> None:
-        line.print(f"skipped: {why}", sys.stderr)
+        say(f"skipped: {why}", sys.stderr)
 
     try:
         if index is None:
@@ -137,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     pictures,
                     on_hit=show,
                     on_skip=warn,
-                    on_progress=lambda findings: line.update(findings.summary()),
+                    on_progress=lambda findings: line.update(task, description=findings.summary()),
                     findings=findings,
                 )
         else:
@@ -156,36 +164,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if findings.skipped else 0
 
 
-class _LiveLine:
-    """A line on a terminal that says how far the search is; what is printed meanwhile stands above it."""
+def _live_line(*, quiet: bool) -> "tuple[Progress, TaskID]":
+    """A line on a terminal that says how far the search is."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn
 
-    def __init__(self, *, quiet: bool):
-        from rich.console import Console
-        from rich.live import Live
-        from rich.spinner import Spinner
-
-        self._console, self._spinner = Console(stderr=True), Spinner("dots", "looking ...")
-        # Standard output stays what it is: a file or a pipe gets its hits.
-        line = Live(self._spinner, console=self._console, transient=True, redirect_stdout=False)
-        self._live = line if draws_bars(quiet=quiet) else None
-
-    def __enter__(self) -> "_LiveLine":
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        if self._live:
-            self._live.stop()
-
-    def update(self, text: str) -> None:
-        self._spinner.update(text=text)
-
-    def print(self, text: str, file: TextIO) -> None:
-        if self._live and file.isatty():
-            self._console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
-        else:
-            print(text, file=file, flush=True)
+    line = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,  # it stays what it is: a file or a pipe gets its hits
+        disable=not draws_bars(quiet=quiet),
+    )
+    return line, line.add_task("looking ...", total=None)
 
 
 def _opened(flags: Flags) -> "tuple[ClassBank, FeatureIndex | None]":

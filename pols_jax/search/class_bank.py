@@ -22,10 +22,9 @@ from pols_jax.normalizers import Normalizer, fold
 from pols_jax.search.class_names import ClassNames
 from pols_jax.search.exported import Exported, is_exported
 from pols_jax.search.networks import (
-    BATCH_SIZES,
-    AdoptedNetwork,
     ExportedNetwork,
-    GivenNetwork,
+    ForeignNetwork,
+    GivenArrays,
     Network,
     TrainedNetwork,
     in_batches,
@@ -36,8 +35,6 @@ from pols_jax.training.runs import Run, find_run
 
 if TYPE_CHECKING:
     from pols_jax.evaluation.normalizing import Rung
-
-__all__ = ["BATCH_SIZES", "ClassBank", "ClassRow"]
 
 # The number of asked classes is padded to a multiple of this.
 _CLASSES_AT_ONCE = 8
@@ -73,7 +70,7 @@ class ClassBank:
 
     def __init__(self, network: Network, *, raw: bool = False, ladder: "Sequence[Rung]" = ()):
         self._network = network
-        self.normalizer = None if raw else network.normalizer
+        self.normalizer = None if raw else network.source.normalizer
         self.ladder = tuple(ladder)
         self._num_traces = 0
         self._rows: dict[int, ClassRow] = {}
@@ -104,7 +101,7 @@ class ClassBank:
         if is_adopted(run_dir):
             from pols_jax.evaluation.adopting import Adopted  # here, because a run is opened without it
 
-            return cls(AdoptedNetwork(Adopted.open(run_dir), features_of), raw=raw)
+            return cls(ForeignNetwork(Adopted.open(run_dir), features_of), raw=raw)
         if is_exported(run_dir):
             network = ExportedNetwork(Exported.open(run_dir), raw=raw)
         else:
@@ -167,10 +164,8 @@ class ClassBank:
         head = ForeignHead.checked(kernel, bias, class_names, features=features, validation=validation)
         if normalizer is None:
             normalizer = "none" if features is None else "choose"
-        rows = normalizer if isinstance(normalizer, Normalizer) else str(normalizer)
-        ladder = climb(head, rows=rows)
-        network = GivenNetwork(head, ladder.chosen.normalizer, ladder.thresholds, features_of)
-        return cls(network, ladder=ladder.rungs)
+        ladder = climb(head, rows=normalizer if isinstance(normalizer, Normalizer) else str(normalizer))
+        return cls(ForeignNetwork(GivenArrays(head, ladder), features_of), ladder=ladder.rungs)
 
     @property
     def run(self) -> Run:
@@ -179,8 +174,7 @@ class ClassBank:
             return self._network.run
         if self._network.image_shape is not None:
             raise ConfigError(
-                f"{self._network.place} is an export, without the data that it was trained on; name pictures instead of "
-                "--split."
+                f"{self.place} is an export, without the data that it was trained on; name pictures instead of --split."
             )
         raise self._without_pictures()
 
@@ -199,7 +193,7 @@ class ClassBank:
     @property
     def checkpoint(self) -> str:
         """What identifies the parameters of the network; an index of features carries it."""
-        return self._network.checkpoint
+        return self._network.source.checkpoint
 
     @property
     def num_features(self) -> int:
@@ -214,7 +208,7 @@ class ClassBank:
     @property
     def names(self) -> tuple[str, ...]:
         """One name per class."""
-        return self._network.class_names
+        return self._network.source.class_names
 
     @functools.cached_property
     def thresholds(self) -> Thresholds:
@@ -228,7 +222,7 @@ class ClassBank:
           ConfigError: if there is no such class; with the nearest names.
         """
         if not isinstance(name_or_id, str):
-            num_classes = self._network.num_classes
+            num_classes = self._network.head.shape[0]
             if not 0 <= name_or_id < num_classes:
                 raise ConfigError(f"Class ids are from 0 to {num_classes - 1}, got {name_or_id}.")
             return int(name_or_id)
@@ -335,9 +329,13 @@ class ClassBank:
             raise ValueError(
                 f"features must have shape [m, {self.num_features}], got {list(features.shape)}."
             )
-        kernel, bias = self._padded_rows(classes)
-        logits = in_batches(lambda batch: self._scores(batch, kernel, bias, self.estimator), features)
-        return logits.reshape(len(features), len(bias))[:, : len(classes)]
+        kernel, bias = self.rows(classes)
+        padding = -len(bias) % _CLASSES_AT_ONCE
+        kernel, bias = np.pad(kernel, ((0, padding), (0, 0))), np.pad(bias, (0, padding))
+        logits = in_batches(
+            lambda batch: self._scores(batch, kernel, bias, self.estimator), features, len(bias)
+        )
+        return logits[:, : len(classes)]
 
     def logits(
         self,
@@ -380,19 +378,14 @@ class ClassBank:
 
     def _without_pictures(self) -> ConfigError:
         return ConfigError(
-            f"{self._network.place} has an output layer and no network that looks at pictures; ask it from Python, with "
+            f"{self.place} has an output layer and no network that looks at pictures; ask it from Python, with "
             "ClassBank.open(DIR, features_of=...)."
         )
 
     @functools.cached_property
     def _class_names(self) -> ClassNames:
-        listed = "names" if isinstance(self._network, GivenNetwork) else "class_names.json"
+        listed = "names" if isinstance(self._network.source, GivenArrays) else "class_names.json"
         return ClassNames(self.names, place=self.place, listed=listed)
-
-    def _padded_rows(self, classes: Sequence[str | int]) -> tuple[np.ndarray, np.ndarray]:
-        kernel, bias = self.rows(classes)
-        padding = -len(bias) % _CLASSES_AT_ONCE
-        return np.pad(kernel, ((0, padding), (0, 0))), np.pad(bias, (0, padding))
 
     @property
     def estimator(self) -> Normalizer | None:

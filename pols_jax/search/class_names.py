@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from pols_jax.errors import ConfigError
 
-__all__ = ["ClassNames"]
-
 # To compare a text letter by letter takes about 25 us for each name.
 _MOST_COMPARED = 20_000
 _LONGEST = 256

@@ -7,6 +7,7 @@ block of rows around it when its class is first asked for: opening costs the sam
 import dataclasses
 import functools
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,23 +18,12 @@ import numpy as np
 from jaxtyping import Float
 
 from pols_jax.errors import ConfigError, RunError, reason_of
-from pols_jax.files import read_bytes
+from pols_jax.files import read_bytes, reading
 from pols_jax.metrics.thresholds import Thresholds
 from pols_jax.normalizers import Normalizer
 from pols_jax.schema import decode, json_field, read_json, read_record
 from pols_jax.training.run_normalizer import normalizer_path, read_normalizer
 from pols_jax.training.stored_arrays import crc32
-
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "PROGRAM",
-    "Exported",
-    "ExportedRows",
-    "Manifest",
-    "StoredFile",
-    "is_exported",
-]
 
 FORMAT = 1
 """The version of the layout of the directory."""
@@ -112,9 +102,11 @@ class ExportedRows:
     def __init__(self, directory: Path, manifest: Manifest):
         self.shape = (manifest.num_classes, manifest.num_features)
         self._directory, self._manifest = directory, manifest
-        dtypes = {"rows": manifest.rows_dtype, "scales": "float32", "biases": "float32"}
-        shapes = {"rows": self.shape, "scales": self.shape[:1], "biases": self.shape[:1]}
-        self._arrays = [_mapped(directory / f"{name}.npy", dtypes[name], shapes[name]) for name in dtypes]
+        self._arrays = (
+            _mapped(directory / "rows.npy", manifest.rows_dtype, self.shape),
+            _mapped(directory / "scales.npy", "float32", self.shape[:1]),
+            _mapped(directory / "biases.npy", "float32", self.shape[:1]),
+        )
         self._intact: set[int] = set()
 
     def read(
@@ -125,18 +117,14 @@ class ExportedRows:
         Raises:
           RunError: if they have changed.
         """
-        for block in {class_id // self._manifest.rows_per_block for class_id in class_ids} - self._intact:
-            self._check(block)
+        size = self._manifest.rows_per_block
+        for block in {class_id // size for class_id in class_ids} - self._intact:
+            first, stop = block * size, min((block + 1) * size, self.shape[0])
+            if crc32(*(array[first:stop] for array in self._arrays)) != self._manifest.rows_crc32[block]:
+                raise RunError(f"Rows {first} to {stop - 1} of {self._directory} are damaged; {_ADVICE}.")
+            self._intact.add(block)
         rows, scales, biases = (np.asarray(array[class_ids], np.float32) for array in self._arrays)
         return rows * scales[:, None], biases
-
-    def _check(self, block: int) -> None:
-        first = block * self._manifest.rows_per_block
-        place = slice(first, first + self._manifest.rows_per_block)
-        if crc32(*(array[place] for array in self._arrays)) != self._manifest.rows_crc32[block]:
-            last = min(place.stop, self.shape[0]) - 1
-            raise RunError(f"Rows {first} to {last} of {self._directory} are damaged; {_ADVICE}.")
-        self._intact.add(block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,20 +159,17 @@ class Exported:
         """
         directory = Path(directory)
         manifest = _read_manifest(directory / MANIFEST)
-        rows = ExportedRows(directory, manifest)
-        return cls(directory, manifest, rows, _read_program(directory, manifest))
+        return cls(directory, manifest, ExportedRows(directory, manifest), _read_program(directory, manifest))
 
     @property
-    def place(self) -> str:
-        """Where it is, for messages."""
-        return str(self.directory)
+    def checkpoint(self) -> str:
+        """What identifies the checkpoint of the run."""
+        return self.manifest.checkpoint
 
     @functools.cached_property
     def class_names(self) -> tuple[str, ...]:
         """One name per class."""
-        path = self._checked("class_names.json")
-        names: tuple[str, ...] = read_record(tuple[str, ...], path)  # type: ignore[assignment]
-        return names
+        return read_record(tuple[str, ...], self._checked("class_names.json"))  # type: ignore[return-value]
 
     @functools.cached_property
     def normalizer(self) -> Normalizer | None:
@@ -193,8 +178,8 @@ class Exported:
             return None
         path = self._checked(normalizer_path(self.directory).name)
         normalizer = read_normalizer(
-            path.parent,
-            checkpoint=self.manifest.checkpoint,
+            self.directory,
+            checkpoint=self.checkpoint,
             shape=self.rows.shape,
             head=lambda: (*self.rows.read(range(self.rows.shape[0])), 0),
             advice=_ADVICE,
@@ -210,10 +195,10 @@ class Exported:
                 f"{self.directory} was exported without thresholds; evaluate the run with pols eval and export it again, or "
                 "give a number."
             )
-        path = self._checked("thresholds.npz")
+        self._checked("thresholds.npz")
         return Thresholds.load(
-            path.parent,
-            checkpoint=self.manifest.checkpoint,
+            self.directory,
+            checkpoint=self.checkpoint,
             num_classes=self.manifest.num_classes,
             advice="with pols eval, export the run again, or give a number",
         )
@@ -230,10 +215,7 @@ def is_exported(directory: str | Path) -> bool:
       >>> is_exported("no/such/directory")
       False
     """
-    try:
-        return (Path(directory) / MANIFEST).exists()
-    except (OSError, ValueError):
-        return False
+    return os.path.exists(os.path.join(directory, MANIFEST))
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -270,10 +252,8 @@ def _checked_bytes(directory: Path, manifest: Manifest, name: str) -> bytes:
     path = directory / name
     if name not in manifest.files:
         raise RunError(f"{directory / MANIFEST} cannot be used: files.{name} is missing.")
-    try:
+    with reading(path):
         content = read_bytes(path, max_bytes=_MAX_BYTES)
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {reason_of(error)}.") from error
     if hashlib.sha256(content).hexdigest() != manifest.files[name].sha256:
         raise RunError(f"{path} is damaged: its checksum is another one; {_ADVICE}.")
     return content

@@ -36,8 +36,6 @@ from pols_jax.training.run_normalizer import write_normalizer
 from pols_jax.training.runs import Run, find_run
 from pols_jax.training.stored_arrays import crc32
 
-__all__ = ["PLATFORMS", "ROWS_DTYPES", "export", "plain_thresholds", "stored_rows"]
-
 PLATFORMS = ("cpu", "cuda", "tpu")
 """What the program is lowered for; no such device is needed."""
 ROWS_DTYPES = ("float32", "bfloat16", "int8")
@@ -106,8 +104,12 @@ def export(
             raise ConfigError(f"{run_dir} is {what}; name a run, which has a network that looks at pictures.")
     network = TrainedNetwork(Run.open(find_run(run_dir), use=use))
     run, (num_classes, num_features) = network.run, network.head.shape
-    normalizer = None if raw else network.normalizer
-    thresholds = _thresholds(network, normalizer)
+    normalizer = None if raw else run.normalizer
+    try:
+        thresholds = network.thresholds(normalizer)
+    except RunError as error:
+        warnings.warn(f"The export has no thresholds. {error}", RunWarning, stacklevel=2)
+        thresholds = None
     program = _program(run, normalizer, num_features, rows_dtype)
     serialized = program.serialize()
     row_bytes = num_features * np.dtype(rows_dtype).itemsize + 8
@@ -122,7 +124,6 @@ def export(
             thresholds.save(directory, checkpoint=run.checkpoint)
             write_json(directory / "thresholds.json", plain_thresholds(thresholds, num_classes=num_classes))
         height, width, channels = run.image_shape
-        kind = "gray" if channels == 1 else "RGB"
         config = run.config
         words = {name: text.format(*run.image_shape, num_features) for name, text in _WORDS.items()}
         if len(program.in_avals) > 3:
@@ -134,7 +135,9 @@ def export(
             platforms=tuple(program.platforms),
             calling_convention=program.calling_convention_version,
             image_shape=run.image_shape,
-            preprocessing=_PREPROCESSING.format(height=height, width=width, kind=kind),
+            preprocessing=_PREPROCESSING.format(
+                height=height, width=width, kind="gray" if channels == 1 else "RGB"
+            ),
             num_classes=num_classes,
             num_features=num_features,
             dtype=config.dtype,
@@ -210,23 +213,15 @@ def plain_thresholds(thresholds: Thresholds, *, num_classes: int) -> dict[str, A
     return plain
 
 
-def _thresholds(network: TrainedNetwork, normalizer: Normalizer | None) -> Thresholds | None:
-    try:
-        return network.thresholds(normalizer)
-    except RunError as error:
-        warnings.warn(f"The export has no thresholds. {error}", RunWarning, stacklevel=3)
-        return None
-
-
 def _program(
     run: Run, normalizer: Normalizer | None, num_features: int, rows_dtype: str
 ) -> jax.export.Exported:
     """The program, with all parameters in it, for any batch size."""
     backbone, dtype = run.model.backbone, run.model.dtype or np.float32
     variables = jax.tree.map(np.asarray, run.restore_backbone())
-    is_folded = normalizer is not None and normalizer.num_rows == 1
-    subtracted = None if is_folded or normalizer is None else normalizer
-    clusters = None if subtracted is None else subtracted.clusters
+    # An affine normalizer is in the rows already.
+    subtracted = None if normalizer is None or normalizer.num_rows == 1 else normalizer
+    clusters = subtracted and subtracted.clusters
     if subtracted is not None:
         subtracted = jax.tree.map(np.asarray, dataclasses.replace(subtracted, clusters=None))
 
@@ -284,7 +279,7 @@ def _write_rows(
             if not is_finite.all():
                 class_id = sum(sizes) + int(np.argmin(is_finite))
                 raise ConfigError(
-                    f"The row of class {class_id} ({printable(network.class_names[class_id])}) of the run in "
+                    f"The row of class {class_id} ({printable(network.run.class_names[class_id])}) of the run in "
                     f"{network.place} is not finite; train another one."
                 )
             if normalizer is not None and normalizer.num_rows == 1:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +27,6 @@ from pols_jax.search.index_files import (
     Rows,
     array_bytes,
     check_features,
-    normalizer_path,
     read_info,
     read_part,
 )
@@ -65,11 +64,7 @@ class _Paths(Sequence[str]):
     def __len__(self) -> int:
         return len(self._column)
 
-    @overload
-    def __getitem__(self, place: int) -> str: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[str]: ...
-    def __getitem__(self, place):
+    def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return [self[i] for i in range(*place.indices(len(self)))]
         return os.fsdecode(self._column[int(place)].as_py())
@@ -99,11 +94,11 @@ class FeatureIndex:
     def __init__(self, directories: Sequence[Path], infos: Sequence[IndexInfo], parts: Sequence[_Part]):
         self.directories = tuple(directories)
         self.checkpoint, self.run_dir = infos[0].checkpoint, infos[0].run_dir
-        self.num_features, self.num_broken = infos[0].num_features, sum(map(_num_broken, infos))
+        self.num_features = infos[0].num_features
+        self.num_broken = sum(part.num_broken for info in infos for part in info.parts)
         self._parts = parts
-        pictures = pa.concat_tables([part.pictures for part in parts]) if parts else SCHEMA.empty_table()
-        self.paths: Sequence[str] = _Paths(pictures["path"])
-        self._pictures = pictures
+        self._pictures = pa.concat_tables([SCHEMA.empty_table(), *(part.pictures for part in parts)])
+        self.paths: Sequence[str] = _Paths(self._pictures["path"])
         self._estimates: dict[str, list[np.ndarray]] = {}
 
     @classmethod
@@ -120,7 +115,7 @@ class FeatureIndex:
         for place in places:
             info, rows = _read_whole(place)
             infos.append(info)
-            if _network(info) != _network(infos[0]):
+            if (info.checkpoint, info.num_features) != (infos[0].checkpoint, infos[0].num_features):
                 raise RunError(
                     f"{place} holds features of another network than {places[0]} ({info.checkpoint} of {info.run_dir}, not "
                     f"{infos[0].checkpoint} of {infos[0].run_dir}); search them one after the other."
@@ -185,7 +180,8 @@ class FeatureIndex:
         kernel, bias = bank.rows(classes)
         scores = np.empty((len(kernel), len(self)), np.float32)
         estimates = self._estimates_of(bank.estimator)
-        with ThreadPoolExecutor(_num_threads()) as threads:
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        with ThreadPoolExecutor(num_cores) as threads:
             tasks = []
             for (start, features), minus in zip(self.blocks(), estimates, strict=True):
                 step = max(1, _TASK_BYTES // (features.itemsize * self.num_features))
@@ -229,8 +225,7 @@ def _read_whole(directory: Path) -> tuple[IndexInfo, list[Rows]]:
 
 
 def _open_part(directory: Path, part: PartInfo, rows: Rows, seen: set[bytes] | None) -> _Part:
-    pictures = rows.pictures.filter(rows.pictures["broken"].is_null())
-    keep = None
+    pictures, keep = rows.pictures.filter(rows.pictures["broken"].is_null()), None
     if seen is not None:
         paths = pictures["path"].to_pylist()
         is_new = np.array([path not in seen for path in paths], bool)
@@ -238,18 +233,6 @@ def _open_part(directory: Path, part: PartInfo, rows: Rows, seen: set[bytes] | N
         if not is_new.all():
             keep, pictures = is_new, pictures.filter(pa.array(is_new))
     return _Part(directory, part, np.asarray(rows.features), pictures, keep)
-
-
-def _network(info: IndexInfo) -> tuple[str, int]:
-    return info.checkpoint, info.num_features
-
-
-def _num_broken(info: IndexInfo) -> int:
-    return sum(part.num_broken for part in info.parts)
-
-
-def _num_threads() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _score(features, kernel, bias, estimates, out) -> None:
@@ -266,12 +249,11 @@ def _score(features, kernel, bias, estimates, out) -> None:
 
 def _stored_estimates(part: _Part, identity: str, normalizer: Normalizer) -> Float[np.ndarray, " stored"]:
     """What a normalizer says about the pictures of a part: from the file beside it, which is written if it can be."""
-    path = normalizer_path(part.directory, part.info.number, identity)
+    path = part.directory / f"normalizer-{part.info.number:06d}-{identity}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):
         stored = np.load(path, allow_pickle=False)
-        if (stored.shape, stored.dtype) == (part.features.shape[:1], np.float32) and np.isfinite(
-            stored
-        ).all():
+        is_whole = (stored.shape, stored.dtype) == (part.features.shape[:1], np.float32)
+        if is_whole and np.isfinite(stored).all():
             return stored
     found = estimates(normalizer, part.features)
     with contextlib.suppress(FileError):  # an index that may only be read is asked as well

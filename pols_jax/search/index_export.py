@@ -8,11 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pols_jax.errors import FileError, printable, reason_of
+from pols_jax.errors import FileError, reason_of
 from pols_jax.search.class_bank import ClassBank
 from pols_jax.search.index import FeatureIndex
-
-__all__ = ["export_index"]
+from pols_jax.search.searching import utf8_name
 
 
 def export_index(index: FeatureIndex, bank: ClassBank, directory: str | os.PathLike) -> Path:
@@ -35,14 +34,13 @@ def export_index(index: FeatureIndex, bank: ClassBank, directory: str | os.PathL
     normalizers = index.normalizers(bank)
     path = Path(directory) / "export.parquet"
     beside = path.with_name(f".{secrets.token_hex(8)}.tmp")
-    features = pa.list_(pa.float32(), index.num_features)
     schema = pa.schema(
         {
             "id": pa.int64(),
             "path": pa.string(),
             "size": pa.int64(),
             "normalizer": pa.float32(),
-            "features": features,
+            "features": pa.list_(pa.float32(), index.num_features),
         }
     )
     try:
@@ -52,7 +50,7 @@ def export_index(index: FeatureIndex, bank: ClassBank, directory: str | os.PathL
                 flat = pa.array(np.asarray(block, np.float32).reshape(-1))
                 columns = [
                     pa.array(np.arange(here.start, here.stop)),
-                    pa.array([_text(name) for name in index.paths[here]], pa.string()),
+                    pa.array([utf8_name(name) for name in index.paths[here]], pa.string()),
                     pa.array(index.sizes[here]),
                     pa.array(normalizers[here]),
                     pa.FixedSizeListArray.from_arrays(flat, index.num_features),
@@ -62,17 +60,7 @@ def export_index(index: FeatureIndex, bank: ClassBank, directory: str | os.PathL
             os.fsync(file.fileno())
         os.replace(beside, path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise FileError(f"{path} could not be written ({reason_of(error)}).") from error
-    except BaseException:
+    finally:
         beside.unlink(missing_ok=True)
-        raise
     return path
-
-
-def _text(name: str) -> str:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return printable(name)
-    return name

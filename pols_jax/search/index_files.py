@@ -27,8 +27,6 @@ from pols_jax.schema import encode, read_record
 from pols_jax.search.pictures import INDEX_LIST, is_index
 from pols_jax.training.stored_arrays import crc32
 
-__all__ = ["DTYPES", "IndexInfo", "IndexWriter", "PartInfo", "Rows", "read_info", "read_part"]
-
 DTYPES = ("float32", "float16")
 """What features can be stored in."""
 
@@ -98,10 +96,8 @@ class Rows(NamedTuple):
     features: Float[np.ndarray, "pictures features"]
 
     @classmethod
-    def joined(cls, parts: Sequence["Rows"]) -> "Rows | None":
-        """All pictures of some rows; None if there are none."""
-        if not parts:
-            return None
+    def joined(cls, parts: Sequence["Rows"]) -> "Rows":
+        """All pictures of some rows."""
         return cls(
             pa.concat_tables([rows.pictures for rows in parts]),
             np.concatenate([rows.features for rows in parts]),
@@ -130,11 +126,6 @@ def pictures_path(directory: Path, number: int) -> Path:
     return directory / f"pictures-{number:06d}.parquet"
 
 
-def normalizer_path(directory: Path, number: int, identity: str) -> Path:
-    """The file of what a normalizer says about the pictures of a part."""
-    return directory / f"normalizer-{number:06d}-{identity}.npy"
-
-
 def read_part(directory: Path, info: IndexInfo, part: PartInfo) -> Rows:
     """Opens a part: its pictures are read and checked, its features mapped into memory.
 
@@ -142,8 +133,14 @@ def read_part(directory: Path, info: IndexInfo, part: PartInfo) -> Rows:
       RunError: if a file of it is missing, cut or damaged.
     """
     pictures, path = read_pictures(directory, part), features_path(directory, part.number)
+    shape, dtype = (part.num_pictures, info.num_features), np.dtype(info.dtype)
     with _one_sentence(path):
-        return Rows(pictures, _mapped(path, (part.num_pictures, info.num_features), np.dtype(info.dtype)))
+        features = np.load(path, mmap_mode="r" if shape[0] else None, allow_pickle=False)
+        if (features.shape, features.dtype) != (shape, dtype):
+            raise ValueError(
+                f"it holds {features.dtype} {list(features.shape)} instead of {dtype} {list(shape)}"
+            )
+        return Rows(pictures, features)
 
 
 def read_pictures(directory: Path, part: PartInfo) -> pa.Table:
@@ -177,13 +174,6 @@ def _one_sentence(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _mapped(path: Path, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
-    features = np.load(path, mmap_mode="r" if shape[0] else None, allow_pickle=False)
-    if (features.shape, features.dtype) != (shape, dtype):
-        raise ValueError(f"it holds {features.dtype} {list(features.shape)} instead of {dtype} {list(shape)}")
-    return features
-
-
 def array_bytes(array: np.ndarray) -> bytes:
     """The content of an npy file."""
     content = io.BytesIO()
@@ -203,15 +193,12 @@ class IndexWriter:
     """
 
     def __init__(self, directory: Path, new: IndexInfo):
-        self.directory = directory
-        if not is_index(directory):
-            others = [name for name in os.listdir(directory) if not _OWN_NAME.fullmatch(name)]
-            if others:
-                raise ConfigError(
-                    f"{directory} is no index, and not empty; name another directory with --out."
-                )
-        old = read_info(directory) if is_index(directory) else None
-        self.info = old if old is not None and old.parts else new
+        self.directory, self.info = directory, new
+        if is_index(directory):
+            old = read_info(directory)
+            self.info = old if old.parts else new
+        elif not all(map(_OWN_NAME.fullmatch, os.listdir(directory))):
+            raise ConfigError(f"{directory} is no index, and not empty; name another directory with --out.")
         if self.info is new:
             write_json(directory / INDEX_LIST, encode(new))
         self._remove_leftovers()
@@ -227,15 +214,11 @@ class IndexWriter:
         check_features(self.directory, part, rows.features)
         return rows
 
-    def read_pictures(self, part: PartInfo) -> pa.Table:
-        """Reads what is kept of the pictures of a part."""
-        return read_pictures(self.directory, part)
-
     def append(self, rows: Rows) -> None:
         """Adds pictures. Parts at the end that are not larger are merged with them, so that there are never many."""
         parts = list(self.info.parts)
         while parts and _size(parts[-1]) <= rows.pictures.num_rows <= self.rows_per_part - _size(parts[-1]):
-            rows = Rows.joined([self.read(parts.pop()), rows]) or rows
+            rows = Rows.joined([self.read(parts.pop()), rows])
         self._commit([*parts, self._written(rows)])
 
     def replace(self, part: PartInfo, rows: Rows) -> None:

@@ -24,12 +24,11 @@ from jaxtyping import UInt8
 from pols_jax.data import decode_image
 from pols_jax.errors import ConfigError, ImageError, RunError, printable, reason_of
 from pols_jax.files import check_directory, check_space, read_bytes
-from pols_jax.search.class_bank import BATCH_SIZES, ClassBank
-from pols_jax.search.index_files import DTYPES, SCHEMA, IndexInfo, IndexWriter, PartInfo, Rows
+from pols_jax.search.class_bank import ClassBank
+from pols_jax.search.index_files import DTYPES, SCHEMA, IndexInfo, IndexWriter, PartInfo, Rows, read_pictures
+from pols_jax.search.networks import BATCH_SIZES
 from pols_jax.search.pictures import Picture, find_pictures
 from pols_jax.training.run_dirs import locked
-
-__all__ = ["IndexUpdate", "update_index"]
 
 _BATCH = BATCH_SIZES[-1]
 # Pictures that are read ahead of the network.
@@ -124,8 +123,7 @@ def update_index(
         known = _drop_what_is_gone(writer, found, _scope(sources), update)
         todo = [path for path in found if path not in known]
         check_space(out, len(todo) * writer.info.num_features * np.dtype(writer.info.dtype).itemsize)
-        again = {os.fsencode(path) for path in update.changed}
-        _add(bank, writer, todo, image_shape, again, update, on_progress, on_skip)
+        _add(bank, writer, todo, image_shape, update, on_progress, on_skip)
         update.num_pictures = sum(part.num_pictures for part in writer.info.parts)
         update.num_broken = sum(part.num_broken for part in writer.info.parts)
     return update
@@ -181,7 +179,7 @@ def _drop_what_is_gone(
     """Drops the pictures that have vanished or changed; returns the paths of all others."""
     known: set[bytes] = set()
     for part in writer.info.parts:
-        pictures = writer.read_pictures(part)
+        pictures = read_pictures(writer.directory, part)
         paths = pictures["path"].to_pylist()
         columns = [pictures[name].to_pylist() for name in _Status._fields]
         old = [_Status(*values) for values in zip(*columns, strict=True)]
@@ -217,20 +215,19 @@ def _add(
     writer: IndexWriter,
     todo: list[bytes],
     image_shape: tuple[int, int, int],
-    again: set[bytes],
     update: IndexUpdate,
     on_progress: Callable[[int, int], None],
     on_skip: Callable[[str, str], None],
 ) -> None:
     """Looks at pictures and adds them, some at a time."""
     pending: list[Rows] = []
-    done, last_commit = 0, time.monotonic()
+    done, last_commit, again = 0, time.monotonic(), set(update.changed)
 
     def commit() -> None:
         nonlocal last_commit
-        rows, pending[:] = Rows.joined(pending), []
-        if rows is not None:
-            writer.append(rows)
+        if pending:
+            writer.append(Rows.joined(pending))
+            pending.clear()
         last_commit = time.monotonic()
 
     on_progress(0, len(todo))
@@ -254,13 +251,13 @@ def _add(
     commit()
 
 
-def _note(rows: Rows, again: set[bytes], update: IndexUpdate, on_skip: Callable[[str, str], None]) -> None:
+def _note(rows: Rows, again: set[str], update: IndexUpdate, on_skip: Callable[[str, str], None]) -> None:
     for path, why in zip(*(rows.pictures[name].to_pylist() for name in ("path", "broken")), strict=True):
         name = os.fsdecode(path)
         if why is not None:
             update.broken.append((name, why))
             on_skip(name, why)
-        elif path not in again:
+        elif name not in again:
             update.added.append(name)
 
 
@@ -326,10 +323,8 @@ def _status(path: bytes) -> _Status:
 def _has_vanished(path: bytes) -> bool:
     try:
         os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except (OSError, ValueError):
-        return False
+    except (OSError, ValueError) as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
     return False
 
 

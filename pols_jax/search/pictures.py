@@ -93,19 +93,21 @@ def is_index(directory: str | os.PathLike) -> bool:
       >>> is_index("no/such/directory")
       False
     """
-    try:
-        return (Path(directory) / INDEX_LIST).exists()
-    except (OSError, ValueError):
-        return False
+    return os.path.exists(os.path.join(directory, INDEX_LIST))
+
+
+def files_below(folder: str) -> Iterator[str]:
+    """Lists the files of a folder and the folders in it, all but hidden ones; at last, the folders that cannot be read."""
+    unreadable: list[str] = []
+    for parent, folders, files in os.walk(folder, onerror=lambda error: unreadable.append(error.filename)):
+        folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
+        yield from (os.path.join(parent, file) for file in sorted(files) if not file.startswith("."))
+    yield from unreadable
 
 
 def _files(path: str) -> Iterator[str]:
     if os.path.isdir(path):
-        unreadable: list[str] = []
-        for parent, folders, files in os.walk(path, onerror=lambda error: unreadable.append(error.filename)):
-            folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
-            yield from (os.path.join(parent, file) for file in sorted(files) if not file.startswith("."))
-        yield from unreadable
+        yield from files_below(path)
     elif os.path.exists(path):
         yield path
     elif glob.has_magic(path):

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import heapq
 import io
-import itertools
 import os
 import queue
 import threading
@@ -23,7 +22,8 @@ from PIL import Image, ImageDraw, ImageFont
 from pols_jax.data import decode_image
 from pols_jax.errors import ConfigError, ImageError, printable
 from pols_jax.metrics.thresholds import Rule, Threshold
-from pols_jax.search.class_bank import BATCH_SIZES, ClassBank
+from pols_jax.search.class_bank import ClassBank
+from pols_jax.search.networks import BATCH_SIZES
 from pols_jax.search.pictures import Picture
 
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ class Findings:
     skipped: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     num_pictures: int = 0
     _best: list[tuple[float, int, Any]] = dataclasses.field(default_factory=list)
-    _count: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def best_first(self) -> list[Hit]:
         """The hits by how far they are above their thresholds."""
@@ -80,27 +79,23 @@ class Findings:
     def add(self, hit: Hit, pixels: UInt8[np.ndarray, "height width channels"]) -> None:
         """Notes a hit, and keeps the pixels of the best ones for the sheet."""
         self.hits.append(hit)
-        self._draw(hit, pixels)
+        self._draw(len(self.hits), hit, pixels)
 
     def draw(self, image_shape: tuple[int, int, int]) -> None:
         """Reads the pictures of the best hits for the sheet, where the hits came without pixels."""
-        for hit in self.best_first()[:_SHEET_HITS]:
+        for place, hit in enumerate(self.best_first()[:_SHEET_HITS]):
             with contextlib.suppress(ImageError):
-                self._draw(hit, decode_image(hit.picture, image_shape))
+                self._draw(place, hit, decode_image(hit.picture, image_shape))
 
-    def _draw(self, hit: Hit, pixels: UInt8[np.ndarray, "height width channels"]) -> None:
-        entry = (hit.logit - hit.query.threshold.value, -next(self._count), (hit, pixels))
-        if len(self._best) < _SHEET_HITS:
-            heapq.heappush(self._best, entry)
-        else:
-            heapq.heappushpop(self._best, entry)
+    def _draw(self, place: int, hit: Hit, pixels: UInt8[np.ndarray, "height width channels"]) -> None:
+        entry = (hit.logit - hit.query.threshold.value, -place, (hit, pixels))  # of equal ones, the first
+        heapq.heappush(self._best, entry)
+        if len(self._best) > _SHEET_HITS:
+            heapq.heappop(self._best)
 
     def summary(self) -> str:
         """How many hits there are."""
-        hits, pictures = (
-            _counted(n, what) for n, what in ((len(self.hits), "hit"), (self.num_pictures, "picture"))
-        )
-        return f"{hits} in {pictures}."
+        return f"{_counted(len(self.hits), 'hit')} in {_counted(self.num_pictures, 'picture')}."
 
     def to_json(self) -> dict[str, Any]:
         """What was found, best first, ready for JSON; a name that is not UTF-8 is written as it is printed."""
@@ -108,14 +103,14 @@ class Findings:
             "num_pictures": self.num_pictures,
             "hits": [
                 {
-                    "picture": _utf8(hit.picture),
-                    "class": _utf8(hit.query.name),
+                    "picture": utf8_name(hit.picture),
+                    "class": utf8_name(hit.query.name),
                     "logit": hit.logit,
                     "threshold": hit.query.threshold.value,
                 }
                 for hit in self.best_first()
             ],
-            "skipped": [{"picture": _utf8(name), "why": why} for name, why in self.skipped],
+            "skipped": [{"picture": utf8_name(name), "why": why} for name, why in self.skipped],
         }
 
     def sheet(self) -> Image.Image:
@@ -302,7 +297,8 @@ def _counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _utf8(name: str) -> str:
+def utf8_name(name: str) -> str:
+    """The name as it is, or as it is printed if it is not UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -26,12 +25,12 @@ from pols_jax.search.serving.answers import (
     DecisionAnswer,
     HealthAnswer,
     SearchAnswer,
+    ThresholdAnswer,
 )
-from pols_jax.search.serving.collection import MAX_UPLOAD_BYTES, Collection, View
+from pols_jax.search.serving.collection import MAX_UPLOAD_BYTES, Collection
+from pols_jax.search.serving.endpoints import Endpoint, Parameter, openapi_document, read_parameters
 from pols_jax.search.serving.guard import Guard, error_response
 from pols_jax.search.serving.live import Feed
-from pols_jax.search.serving.openapi import Endpoint, openapi_document
-from pols_jax.search.serving.parameters import Parameter, RequestError, read_parameters
 
 _PAGE = Path(__file__).parent / "page"
 _PAGE_TYPES = {
@@ -67,64 +66,68 @@ _REASONS = {
     415: "What was sent is no picture that can be decoded.",
     503: "Too much is asked at once.",
 }
-_DECIDE = Endpoint(
-    "/api/decide",
-    "Tells whether a picture, whose file is the body of the request, is of a class.",
-    (_CLASS, _THRESHOLD),
-    DecisionAnswer,
-    method="POST",
-    errors=(404, 408, 409, 413, 415),
-)
-_SEARCH = Endpoint(
-    "/api/search",
-    "Finds the pictures of a class, best first.",
-    (
-        _CLASS,
-        _THRESHOLD,
-        Parameter("limit", "How many hits to tell.", int, 1, 500, default=60),
-        Parameter("offset", "How many of the best to leave out.", int, 0, 10**9, default=0),
+_SAID_BY_STARLETTE = {
+    "Not Found": "There is nothing here; /api/openapi.json lists what there is.",
+    "Method Not Allowed": "This cannot be asked in this way; /api/openapi.json says how.",
+}
+ENDPOINTS = (
+    Endpoint(
+        "/api/classes",
+        "Completes the name of a class.",
+        (
+            Parameter("query", "A part of the name.", str, 0, 256, default=""),
+            Parameter("limit", "How many classes to tell.", int, 1, 100, default=12),
+        ),
+        ClassesAnswer,
     ),
-    SearchAnswer,
-    errors=(404, 409),
-)
-_CLASSES = Endpoint(
-    "/api/classes",
-    "Completes the name of a class.",
-    (
-        Parameter("query", "A part of the name.", str, 0, 256, default=""),
-        Parameter("limit", "How many classes to tell.", int, 1, 100, default=12),
+    Endpoint(
+        "/api/search",
+        "Finds the pictures of a class, best first.",
+        (
+            _CLASS,
+            _THRESHOLD,
+            Parameter("limit", "How many hits to tell.", int, 1, 500, default=60),
+            Parameter("offset", "How many of the best to leave out.", int, 0, 10**9, default=0),
+        ),
+        SearchAnswer,
+        errors=(404, 409),
     ),
-    ClassesAnswer,
-)
-_THRESHOLDS = Endpoint(
-    "/api/thresholds",
-    "Lists thresholds of a class with the precision and recall that validation found.",
-    (_CLASS,),
-    CurveAnswer,
-    errors=(404, 409),
-)
-_LIVE = Endpoint(
-    "/api/live",
-    "Streams the pictures of a class that are new in the watched folder, as server-sent events: start, hit, pictures, "
-    "changed, trouble.",
-    (_CLASS, _THRESHOLD),
-    ("text/event-stream",),
-    errors=(404, 409),
-)
-_PICTURE = Endpoint(
-    "/api/pictures/{picture}",
-    "Shows a picture of the index.",
-    (
-        Parameter("picture", "The id that a hit has.", str, 1, 30, place="path"),
-        Parameter("size", "The most pixels of a side.", int, 16, 1600, default=256),
+    Endpoint(
+        "/api/decide",
+        "Tells whether a picture, whose file is the body of the request, is of a class.",
+        (_CLASS, _THRESHOLD),
+        DecisionAnswer,
+        method="POST",
+        errors=(404, 408, 409, 413, 415),
     ),
-    ("image/jpeg", "image/png"),
-    errors=(404,),
+    Endpoint(
+        "/api/thresholds",
+        "Lists thresholds of a class with the precision and recall that validation found.",
+        (_CLASS,),
+        CurveAnswer,
+        errors=(404, 409),
+    ),
+    Endpoint(
+        "/api/live",
+        "Streams the pictures of a class that are new in the watched folder, as server-sent events: start, hit, pictures, "
+        "changed, trouble.",
+        (_CLASS, _THRESHOLD),
+        ("text/event-stream",),
+        errors=(404, 409),
+    ),
+    Endpoint(
+        "/api/pictures/{picture}",
+        "Shows a picture of the index.",
+        (
+            Parameter("picture", "The id that a hit has.", str, 1, 30, place="path"),
+            Parameter("size", "The most pixels of a side.", int, 16, 1600, default=256),
+        ),
+        ("image/jpeg", "image/png"),
+        errors=(404,),
+    ),
+    Endpoint("/api/health", "Says what is served.", (), HealthAnswer),
+    Endpoint("/api/openapi.json", "This document.", (), dict),
 )
-_HEALTH = Endpoint("/api/health", "Says what is served.", (), HealthAnswer)
-_OPENAPI = Endpoint("/api/openapi.json", "This document.", (), dict)
-
-ENDPOINTS = (_CLASSES, _SEARCH, _DECIDE, _THRESHOLDS, _LIVE, _PICTURE, _HEALTH, _OPENAPI)
 """Everything that can be asked for."""
 
 Values = dict[str, Any]
@@ -140,20 +143,9 @@ def make_app(collection: Collection, *, feed: Feed | None = None, hosts: Items[s
       hosts: The names that the server may be asked by; any if None.
     """
     api = _Api(collection, feed)
-    answers: list[tuple[Endpoint, Answer]] = [
-        (_CLASSES, api.classes),
-        (_SEARCH, api.search),
-        (_DECIDE, api.decide),
-        (_THRESHOLDS, api.thresholds),
-        (_LIVE, api.live),
-        (_PICTURE, api.picture),
-        (_HEALTH, api.health),
-        (_OPENAPI, api.openapi),
-    ]
-    routes = [_route(endpoint, answer) for endpoint, answer in answers]
+    routes = [_route(endpoint, getattr(api, endpoint.name)) for endpoint in ENDPOINTS]
     routes += [_page_route(file) for file in sorted(_PAGE.iterdir()) if file.suffix in _PAGE_TYPES]
     handlers = {
-        RequestError: _request_error,
         HTTPException: _http_error,
         ClientDisconnect: lambda *_: error_response(400, "The client has gone."),
         Exception: lambda *_: error_response(
@@ -184,7 +176,7 @@ def _page_route(file: Path) -> Route:
 
 
 class _Api:
-    """The endpoints."""
+    """What answers: a method for each endpoint, of its name."""
 
     def __init__(self, collection: Collection, feed: Feed | None):
         self._collection, self._feed = collection, feed
@@ -208,25 +200,25 @@ class _Api:
 
     async def decide(self, request: Request, values: Values) -> Response:
         if request.headers.get("content-type", "").lower().startswith("multipart/"):
-            raise RequestError(
+            raise HTTPException(
                 415, "Send the picture's file itself as the body, not a form (curl --data-binary @FILE)."
             )
         class_id, rule = await self._asked(values)
         content = await _body(request)
         if not content:
-            raise RequestError(
+            raise HTTPException(
                 400, "The request has no body; send the picture's file (curl --data-binary @FILE)."
             )
         try:
             return _json(await self._work(self._collection.decide, content, class_id, rule))
         except ImageError as error:
-            raise RequestError(415, printable(str(error))) from error
+            raise HTTPException(415, printable(str(error))) from error
 
-    async def picture(self, request: Request, values: Values) -> Response:
+    async def pictures(self, request: Request, values: Values) -> Response:
         try:
             path, size = self._collection.picture_path(values["picture"]), values["size"]
         except DataError as error:
-            raise RequestError(404, str(error)) from error
+            raise HTTPException(404, str(error)) from error
         try:
             status = os.stat(path)
             tag = f'"{status.st_mtime_ns:x}-{status.st_size:x}-{size}"'
@@ -234,7 +226,7 @@ class _Api:
                 return answer
             content, kind = await self._work(self._collection.thumbnail, path, size, executor=self._decoders)
         except (OSError, ImageError) as error:
-            raise RequestError(
+            raise HTTPException(
                 404, "The file of this picture is gone, or is no picture any longer."
             ) from error
         return Response(content, media_type=kind, headers=_cache_headers(tag))
@@ -247,17 +239,18 @@ class _Api:
 
     async def live(self, request: Request, values: Values) -> Response:
         if self._feed is None:
-            raise RequestError(404, "No folder is watched; start with pols serve RUN --folder FOLDER.")
+            raise HTTPException(404, "No folder is watched; start with pols serve RUN --folder FOLDER.")
         if self._feed.num_listeners >= _MAX_STREAMS or self._feed.is_closed:
-            raise RequestError(503, f"No more than {_MAX_STREAMS} streams can be open at once.")
+            raise HTTPException(503, f"No more than {_MAX_STREAMS} streams can be open at once.")
         class_id, rule = await self._asked(values)
         threshold = await self._work(self._collection.threshold, class_id, rule)
-        least = -np.inf if threshold is None else threshold.value
-        events = self._events(self._feed, class_id, least)
+        events = self._events(self._feed, class_id, threshold)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
-    async def _events(self, feed: Feed, class_id: int, least: float) -> AsyncIterator[str]:
+    async def _events(
+        self, feed: Feed, class_id: int, threshold: ThresholdAnswer | None
+    ) -> AsyncIterator[str]:
         news, seen, trouble = feed.add(), self._collection.view, None
         try:
             yield "retry: 2000\n" + _event("start", {"num_pictures": seen.num_pictures})
@@ -276,30 +269,23 @@ class _Api:
                     yield _event("changed", count)
                 elif seen.num_pictures > before.num_pictures:
                     try:
-                        hits = await self._work(self._new_hits, before, seen, class_id, least)
-                    except RequestError as error:  # too busy, or the index cannot be read
+                        asked = before, seen, class_id, threshold, _MAX_NEW_HITS
+                        hits = await self._work(self._collection.new_hits, *asked)
+                    except HTTPException as error:  # too busy, or the index cannot be read
                         hits = []
-                        yield _event("trouble", {"error": str(error)})
+                        yield _event("trouble", {"error": error.detail})
                     for hit in hits:
                         yield _event("hit", encode(hit))
                     yield _event("pictures", count)
         finally:
             feed.remove(news)
 
-    def _new_hits(self, before: View, seen: View, class_id: int, least: float) -> list:
-        scores = self._collection.scores(seen, class_id)[0][before.num_pictures :]
-        new = np.flatnonzero(np.isfinite(scores) & (scores >= np.float64(least)))
-        best = new[np.argsort(-scores[new], kind="stable")][:_MAX_NEW_HITS]
-        first = before.num_pictures
-        # The best one last: whoever puts each in front ends with it there.
-        return [self._collection.hit(seen, first + int(i), float(scores[i])) for i in best[::-1]]
-
     async def _asked(self, values: Values) -> tuple[int, Rule | None]:
         """The class and the rule that a request names."""
         try:
             rule = None if values.get("threshold") is None else Rule.parse(values["threshold"])
         except ConfigError as error:
-            raise RequestError(400, printable(str(error))) from error
+            raise HTTPException(400, printable(str(error))) from error
         return await self._work(self._collection.class_id, values["class"], status=404), rule
 
     async def _work(
@@ -311,7 +297,7 @@ class _Api:
     ) -> Any:
         """Does work in a thread; what is wrong with the question becomes an answer."""
         if self._num_waiting >= _MAX_WAITING:
-            raise RequestError(503, "The server is busy; try again in a second.")
+            raise HTTPException(503, "The server is busy; try again in a second.")
         self._num_waiting += 1
         try:
             loop = asyncio.get_running_loop()
@@ -319,9 +305,9 @@ class _Api:
         except ImageError:  # is said by whoever knows what the picture was for
             raise
         except (ConfigError, DataError) as error:
-            raise RequestError(status, printable(str(error))) from error
+            raise HTTPException(status, printable(str(error))) from error
         except PolsError as error:  # such as a row of a damaged checkpoint
-            raise RequestError(500, printable(str(error))) from error
+            raise HTTPException(500, printable(str(error))) from error
         finally:
             self._num_waiting -= 1
 
@@ -346,7 +332,7 @@ def _cached(request: Request, tag: str) -> Response | None:
 
 
 async def _body(request: Request) -> bytes:
-    too_large = RequestError(413, f"A picture may have at most {MAX_UPLOAD_BYTES // 2**20} MB.")
+    too_large = HTTPException(413, f"A picture may have at most {MAX_UPLOAD_BYTES // 2**20} MB.")
     declared = request.headers.get("content-length", "0")
     if not declared.isdecimal() or int(declared[:20]) > MAX_UPLOAD_BYTES:
         raise too_large
@@ -358,22 +344,13 @@ async def _body(request: Request) -> bytes:
                 if len(content) > MAX_UPLOAD_BYTES:
                     raise too_large
     except TimeoutError as error:
-        raise RequestError(408, f"The picture did not arrive within {_BODY_SECONDS:.0f} seconds.") from error
+        raise HTTPException(408, f"The picture did not arrive within {_BODY_SECONDS:.0f} seconds.") from error
     return bytes(content)
-
-
-def _request_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    # The connection stays open: what is left of an upload is taken and thrown away, for a client whose connection is
-    # closed while it sends does not get to read the answer.
-    return error_response(error.status, str(error))
 
 
 def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    sentences = {
-        404: "There is nothing here; /api/openapi.json lists what there is.",
-        405: "This cannot be asked in this way; /api/openapi.json says how.",
-    }
-    sentence = sentences.get(error.status_code, f"The request cannot be answered: {error.detail}.")
+    # The connection stays open: what is left of an upload is taken and thrown away, for a client whose connection is
+    # closed while it sends does not get to read the answer.
+    sentence = _SAID_BY_STARLETTE.get(error.detail, error.detail)
     return error_response(error.status_code, sentence, dict(error.headers or {}))

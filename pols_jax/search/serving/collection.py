@@ -126,13 +126,20 @@ class Collection:
         start = time.perf_counter()
         view, threshold = self.view, self.threshold(class_id, rule)
         scores, from_memory = self.scores(view, class_id)
-        passing = np.isfinite(scores)
-        if threshold is not None:
-            passing &= scores >= np.float64(threshold.value)
-        best = _best_first(scores, np.flatnonzero(passing), offset + limit)[offset:]
+        passing = _passing(scores, threshold)
+        best = _best_first(scores, passing, offset + limit)[offset:]
         cost = self._cost(view.num_pictures, start, from_memory=from_memory)
         hits = tuple(self.hit(view, int(i), float(scores[i])) for i in best)
-        return SearchAnswer(self._class(class_id), threshold, int(np.count_nonzero(passing)), hits, cost)
+        return SearchAnswer(self._class(class_id), threshold, len(passing), hits, cost)
+
+    def new_hits(
+        self, before: View, seen: View, class_id: int, threshold: ThresholdAnswer | None, most: int
+    ) -> list[HitAnswer]:
+        """The best of the pictures that have come between two views, the best one last: who puts each in front has it there."""
+        first = before.num_pictures
+        scores = self.scores(seen, class_id)[0][first:]
+        best = _best_first(scores, _passing(scores, threshold), most)
+        return [self.hit(seen, first + int(i), float(scores[i])) for i in best[::-1]]
 
     def decide(self, content: bytes, class_id: int, rule: Rule | None) -> DecisionAnswer:
         """Tells whether the picture in the content of a file is of a class."""
@@ -200,11 +207,9 @@ class Collection:
         """Draws a picture at most this large; returns the content of an image file, and its media type."""
         image = Image.fromarray(decode_thumbnail(path, size, max_pixels=MAX_PIXELS))
         content = io.BytesIO()
-        if max(image.size) <= _SMALL:
-            image.save(content, "PNG")
-            return content.getvalue(), "image/png"
-        image.save(content, "JPEG", quality=85)
-        return content.getvalue(), "image/jpeg"
+        kind = "png" if max(image.size) <= _SMALL else "jpeg"
+        image.save(content, kind, quality=85)
+        return content.getvalue(), f"image/{kind}"
 
     def hit(self, view: View, number: int, score: float) -> HitAnswer:
         """What is told about a picture; its name is its path within the folder that all pictures have in common."""
@@ -257,10 +262,17 @@ class Collection:
         return ClassAnswer(class_id, name, character)
 
     def _cost(self, num_pictures: int, start: float, *, from_memory: bool) -> CostAnswer:
-        normalizer = self.bank.normalizer
-        rows = 0 if normalizer is None or normalizer.num_rows == 1 else normalizer.num_rows
+        rows = 0 if self.bank.estimator is None else self.bank.estimator.num_rows
         milliseconds = 1e3 * (time.perf_counter() - start)
         return CostAnswer(1, len(self.bank.names), rows, num_pictures, milliseconds, from_memory)
+
+
+def _passing(
+    scores: Float[np.ndarray, " pictures"], threshold: ThresholdAnswer | None
+) -> Int[np.ndarray, " passing"]:
+    """Which scores are at least the threshold, all that are numbers without one."""
+    least = np.float64(-np.inf if threshold is None else threshold.value)
+    return np.flatnonzero(np.isfinite(scores) & (scores >= least))
 
 
 def _best_first(

@@ -1,6 +1,7 @@
 """Which classes a text may become while it is typed: at once, for tens of thousands of names."""
 
 import bisect
+import itertools
 import unicodedata
 from collections.abc import Sequence
 
@@ -29,9 +30,7 @@ class NameCompletion:
         self._are_characters = all(_is_a_characters(name) for name in names[:: 1 + len(names) // _SAMPLE])
         folded = [" ".join(name.casefold().split()) for name in names]
         self._text = "\n" + "\n".join(folded) + "\n"
-        self._starts = [0]
-        for name in folded:
-            self._starts.append(self._starts[-1] + len(name) + 1)
+        self._starts = list(itertools.accumulate((len(name) + 1 for name in folded), initial=0))
 
     def complete(self, text: str, *, limit: int) -> list[int]:
         """The classes whose names have a text in them: equal, at the beginning, at the beginning of a word, anywhere.

@@ -1,16 +1,18 @@
 """The folder that is watched: when pictures come, change or go, the index follows, and everybody who listens is told."""
 
 import asyncio
+import contextlib
 import os
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pols_jax.errors import PolsError, printable
 from pols_jax.search.class_bank import ClassBank
 from pols_jax.search.index import FeatureIndex, update_index
+from pols_jax.search.pictures import files_below
 from pols_jax.search.serving.collection import Collection
 
 Files = dict[str, tuple[int, int]]
@@ -73,8 +75,13 @@ class FolderIndex:
 
         The files of the index are left out, which may be in the folder too.
         """
-        own = os.path.realpath(self._directory)
-        return {path: (status.st_mtime_ns, status.st_size) for path, status in _walk(self._folder, own)}
+        own, files = os.path.join(os.path.realpath(self._directory), ""), {}
+        for path in files_below(os.path.realpath(self._folder)):
+            with contextlib.suppress(OSError):  # it vanished meanwhile, or may not be read
+                status = os.stat(path)
+                if stat.S_ISREG(status.st_mode) and not path.startswith(own):
+                    files[path] = status.st_mtime_ns, status.st_size
+        return files
 
     def update(
         self, on_progress: Callable[[int, int], None] = lambda done, total: None
@@ -125,7 +132,11 @@ class FolderWatcher:
             try:
                 self._look()
             except (PolsError, OSError) as error:
-                self._tell(printable(str(error)))
+                trouble = printable(str(error))
+                if trouble != self._feed.trouble:
+                    print(trouble, file=sys.stderr, flush=True)
+                    self._feed.trouble = trouble
+                    self._feed.wake()
 
     def _look(self) -> None:
         files = self._index.files()
@@ -141,26 +152,3 @@ class FolderWatcher:
         self._taken = {path: seen for path, seen in files.items() if path in settled}
         self._feed.trouble = None
         self._feed.wake()
-
-    def _tell(self, trouble: str) -> None:
-        if trouble != self._feed.trouble:
-            print(trouble, file=sys.stderr, flush=True)
-            self._feed.trouble = trouble
-            self._feed.wake()
-
-
-def _walk(folder: str, leave_out: str) -> Iterator[tuple[str, os.stat_result]]:
-    try:
-        entries = list(os.scandir(folder)) if os.path.realpath(folder) != leave_out else []
-    except OSError:  # it vanished meanwhile, or may not be read
-        return
-    for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        try:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _walk(entry.path, leave_out)
-            elif stat.S_ISREG((status := entry.stat()).st_mode):
-                yield entry.path, status
-        except OSError:
-            continue

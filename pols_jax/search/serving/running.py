@@ -88,9 +88,8 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self._on_stop()
-        logging.getLogger("uvicorn.error").setLevel(
-            logging.CRITICAL
-        )  # answers that are cut off are no news now
+        # Answers that are cut off are no news now.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._server.should_exit = True
         self._thread.join(timeout=2 * _STOP_SECONDS + 2)
 
