@@ -49,11 +49,6 @@ def average_pool(x: Images, *, size: int, stride: int, padding: Padding = "VALID
     return _average_pool(x, size, stride, _pads(x, size, stride, padding))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _max_pool(x, size, stride, pads):
-    return _maximum(x, size, stride, pads)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _maximum(x, size, stride, pads):
     def slices(x):
@@ -89,6 +84,7 @@ def _maximum_backward(size, stride, pads, residuals, dy):
 
 
 _maximum.defvjp(_maximum_forward, _maximum_backward)
+_max_pool = jax.jit(_maximum, static_argnums=(1, 2, 3))
 
 
 def _add_slices(parts, shape, size, stride, pads):
