@@ -9,6 +9,7 @@ Files are JPEG, PNG, WebP, GIF or BMP. What cannot be used is named and counted 
 """
 
 import hashlib
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sized
@@ -18,14 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from pols_jax.data import array_cache
-from pols_jax.data.dataset import (
-    DEFAULT_MAX_BYTES,
-    ArraySplit,
-    Dataset,
-    StreamSplit,
-    check_image_size,
-    num_bytes,
-)
+from pols_jax.data.dataset import DEFAULT_MAX_BYTES, ArraySplit, Dataset, StreamSplit, check_image_size
 from pols_jax.data.file_hashes import file_hashes
 from pols_jax.data.folder_listing import (
     ALL,
@@ -117,7 +111,7 @@ def load_listing(
         rule = "train/ and test/; validation is the last tenth of every class in train/, by file name"
     _check_splits(root, records)
     splits: dict[str, ArraySplit | StreamSplit] = {}
-    if num_bytes((listing.num_pictures, *image_shape)) <= max_bytes:
+    if listing.num_pictures * math.prod(image_shape) <= max_bytes:
         decoded, hashes_of = _decoded(records, image_shape, unusable)
         splits |= decoded
     else:
@@ -132,9 +126,7 @@ def load_listing(
         name=printable(f"folder:{listing.path}"),
         class_names=tuple(map(printable, listing.classes)),
         image_shape=image_shape,
-        train=splits["train"],
-        validation=splits["validation"],
-        test=splits["test"],
+        **splits,
         provenance={
             "path": printable(os.path.abspath(root)),
             "split_rule": rule,

@@ -19,7 +19,7 @@ from jaxtyping import Int
 
 from pols_jax.data import array_cache
 from pols_jax.data.augmentation import augment_glyphs
-from pols_jax.data.dataset import DEFAULT_MAX_BYTES, ArraySplit, Dataset, check_image_size, num_bytes
+from pols_jax.data.dataset import DEFAULT_MAX_BYTES, ArraySplit, Dataset, check_image_size
 from pols_jax.data.fonts import Face, characters_of, dejavu_paths, read_faces, render
 from pols_jax.errors import DataError
 
@@ -75,7 +75,7 @@ def load_glyphs(
     faces_of_split = _split_faces(read_faces(fonts or dejavu_paths()), patterns, is_dejavu=not fonts)
     used = [face for split in faces_of_split.values() for face in split]
     common = _common_characters(used, None if characters is None else parse_ranges(characters))
-    needed = num_bytes((len(used), len(common), image_size, image_size))
+    needed = len(used) * len(common) * image_size**2
     if needed > _MAX_BYTES:
         raise DataError(
             f"{len(common)} characters in {len(used)} faces at {image_size} pixels take {needed / 2**30:.0f} GiB of "

@@ -161,9 +161,8 @@ def _rows_in_order(
     num_examples: int, batch: int, *, batch_size: int, process_index: int | Sequence[int], process_count: int
 ) -> StepRows:
     """Which examples a host reads for an evaluation batch; `step_rows` says it for a training step."""
-    row = host_rows(batch_size, process_index, process_count)
-    position = batch * batch_size + row
-    return StepRows(example=np.minimum(position, num_examples - 1), where=position < num_examples, row=row)
+    position = batch * batch_size + host_rows(batch_size, process_index, process_count)
+    return StepRows(example=np.minimum(position, num_examples - 1), where=position < num_examples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,8 +178,8 @@ class _BatchReader:
 
     def __call__(self, step: int) -> tuple[Batch, list[str]]:
         rows = self.plan(step)
-        images = np.zeros((len(rows.row), *self.split.image_shape), np.uint8)
-        labels, where, broken = np.zeros(len(rows.row), np.int32), rows.where.copy(), []
+        images = np.zeros((len(rows.where), *self.split.image_shape), np.uint8)
+        labels, where, broken = np.zeros(len(rows.where), np.int32), rows.where.copy(), []
         for i, example in enumerate(rows.example.tolist()):
             if not where[i] and not self.reads_padding:
                 continue
@@ -194,20 +193,18 @@ class _BatchReader:
 
 
 def _prepare_worker(worker_index: int, worker_count: int) -> None:
-    """Ties a worker's life to the main process."""
-    del worker_index, worker_count
+    """Ties a worker's life to the main process; grain's workers would wait for one that is gone forever."""
+
+    def exit_with_main_process() -> None:
+        main_process = multiprocessing.parent_process()
+        if main_process is not None:
+            main_process.join()
+            os._exit(1)
+
     # Ctrl-C and a terminal that closes reach every process: leave it to the main process, which stops the workers.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_main_process, daemon=True).start()
-
-
-def _exit_with_main_process() -> None:
-    """Ends this process when the main one is gone; grain's workers would wait for it forever."""
-    main_process = multiprocessing.parent_process()
-    if main_process is not None:
-        main_process.join()
-        os._exit(1)
+    threading.Thread(target=exit_with_main_process, daemon=True).start()
 
 
 def _streamed(read: _BatchReader, steps: range, num_workers: int) -> Iterator[Batch]:
@@ -233,8 +230,10 @@ def _stream(read: _BatchReader, steps: range, num_workers: int) -> Generator[Bat
     reported: set[str] = set()
     source: Any = iter(batches)
     try:
-        # Arrays of a worker are copied out of the memory that it shares, and dropped: JAX may keep a batch for long.
-        for batch, broken in map(_copied, source) if num_workers else source:
+        for batch, broken in source:
+            if num_workers:
+                # Copied out of the memory that a worker shares, which is dropped: JAX may keep a batch for long.
+                batch = Batch(*map(np.array, batch))
             for message in set(broken) - reported:
                 reported.add(message)
                 warnings.warn(f"{message} It is masked ({len(reported)} so far).", DataWarning, stacklevel=2)
@@ -248,11 +247,6 @@ def _stream(read: _BatchReader, steps: range, num_workers: int) -> Generator[Bat
         raise
     finally:
         source.close()
-
-
-def _copied(element: tuple[Batch, list[str]]) -> tuple[Batch, list[str]]:
-    batch, broken = element
-    return Batch(*map(np.array, batch)), broken
 
 
 def _close(streams: Iterable[Generator[Batch]]) -> None:

@@ -5,6 +5,7 @@ once, and the arrays kept as .npy beside the prepared data; larger ones are stre
 """
 
 import importlib.util
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +17,7 @@ from tensorflow_datasets.core import constants as tfds_constants
 
 from pols_jax.data import array_cache
 from pols_jax.data.augmentation import augment_glyphs
-from pols_jax.data.dataset import (
-    DEFAULT_MAX_BYTES,
-    ArraySplit,
-    Dataset,
-    StreamSplit,
-    check_image_size,
-    num_bytes,
-)
+from pols_jax.data.dataset import DEFAULT_MAX_BYTES, ArraySplit, Dataset, StreamSplit, check_image_size
 from pols_jax.data.images import decode_image
 from pols_jax.data.reporting import counted
 from pols_jax.errors import DataError
@@ -118,7 +112,7 @@ def load_tfds(
     rule, parts = _split_rule(name, sizes)
     records = {split: _Records(builder, image_key, label_key, *part) for split, part in parts.items()}
     provenance["split_rule"] = rule
-    if num_bytes((sum(map(len, records.values())), *image_shape)) > max_bytes:
+    if sum(map(len, records.values())) * math.prod(image_shape) > max_bytes:
         splits = {split: StreamSplit(part, image_shape) for split, part in records.items()}
         provenance["fingerprint"] = _info_hash(directory)
     else:
@@ -129,9 +123,7 @@ def load_tfds(
         class_names=tuple(builder.info.features[label_key].names),
         image_shape=image_shape,
         provenance=provenance,
-        train=splits["train"],
-        validation=splits["validation"],
-        test=splits["test"],
+        **splits,
     )
 
 

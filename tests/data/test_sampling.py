@@ -156,7 +156,6 @@ def test_the_host_names_the_examples_that_the_device_draws():
         ]
         np.testing.assert_array_equal(np.concatenate([host.example for host in hosts]), expected.labels)
         np.testing.assert_array_equal(np.concatenate([host.where for host in hosts]), expected.where)
-        np.testing.assert_array_equal(np.concatenate([host.row for host in hosts]), np.arange(8))
 
 
 def test_a_batch_that_does_not_split_evenly_is_refused():
