@@ -3,6 +3,7 @@
 All have the same weights and images, and their results are compared before they are timed.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,16 +34,15 @@ _LEARNING_RATE, _MOMENTUM = 1e-3, 0.9
 
 def run_networks(settings: NetworkSettings, recorder: Recorder, *, say: Callable[[str], None]) -> None:
     """Measures what the settings ask for, network by network."""
-    for network in settings.networks:
-        for batch_size in settings.batch_size:
-            case = {"network": network, "batch_size": batch_size, "width": str(settings.width)}
-            title = f"{network}, batch size {batch_size}"
-            say(f"{title}: compiling")
-            make = _step_variants if settings.program == "step" else _forward_variants
-            variants = make(settings, case)
-            say(f"{title}: {len(variants)} variants, {settings.repetitions} calls of each")
-            recorder.measure(variants, repetitions=settings.repetitions, warmup=1)
-            profile(variants, settings.profile, f"{network}-{batch_size}")
+    make = _step_variants if settings.program == "step" else _forward_variants
+    for network, batch_size in itertools.product(settings.networks, settings.batch_size):
+        title = f"{network}, batch size {batch_size}"
+        say(f"{title}: compiling")
+        case = {"network": network, "batch_size": batch_size, "width": str(settings.width)}
+        variants = make(settings, case)
+        say(f"{title}: {len(variants)} variants, {settings.repetitions} calls of each")
+        recorder.measure(variants, repetitions=settings.repetitions, warmup=1)
+        profile(variants, settings.profile, f"{network}-{batch_size}")
 
 
 def _forward_variants(settings, case) -> list[Variant]:

@@ -75,6 +75,5 @@ def speed_up_against_classes(record: Record, batch_size: int) -> Figure:
 
 
 def _series(record, variant, network, batch_size):
-    wanted = {"network": network, "batch_size": batch_size}
-    found = [m for m in record.measurements if m.variant == variant and wanted.items() <= m.case.items()]
+    found = record.find_all(variant, network=network, batch_size=batch_size)
     return sorted(found, key=lambda m: m.case["num_classes"])

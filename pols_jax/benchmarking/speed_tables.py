@@ -180,7 +180,7 @@ def _summary_table(record: Record, cases: Sequence[dict[str, Any]]) -> Table:
 
     rows = []
     for case in cases:
-        ones = [m for m in record.measurements if m.variant == "one_logit" and case.items() <= m.case.items()]
+        ones = record.find_all("one_logit", **case)
         if not ones:
             continue
         k, backbone = max(int(m.case["num_classes"]) for m in ones), record.find("backbone", **case)
@@ -237,7 +237,7 @@ def _metric_tables(record: Record) -> list[Table]:
             ),
         ]
     title = "Exact AUPRC and precision at recall of every class"
-    cases = [m.case for m in record.measurements if m.variant == "pols_jax"]
+    cases = [m.case for m in record.find_all("pols_jax")]
     return [Table.of(title, columns, cases)]
 
 
@@ -273,7 +273,7 @@ def _network_tables(record: Record) -> list[Table]:
             Column("ours / PyTorch", lambda m: ratio(find(ours, m), find(torch, m)), "{:.2f}"),
             Column("memory, against XLA's", memory),
         ]
-        return Table.of(title, columns, [m for m in record.measurements if m.variant == row])
+        return Table.of(title, columns, record.find_all(row))
 
     forward = [times("ms", "forward_auto", spread=True)]
     step = [times("in a compiled loop, ms", "steps_in_loop", spread=True), times("alone, ms", "step_auto")]
