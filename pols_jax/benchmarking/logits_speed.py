@@ -101,7 +101,8 @@ class NetworkBench:
         images = rng.standard_normal(shape, np.float32)
         with jax.default_device(self.devices[0]):
             variables = jax.jit(backbone.init)(jax.random.key(0), images[:1])
-        self._of_images = self._replicated(variables), self._split(images)
+        images = jax.device_put(images, self._sharding(P("devices")))
+        self._of_images = self._replicated(variables), images
         self._apply: Callable[..., Any] = backbone.apply  # in evaluation mode it returns the features alone
         self._backbone, self._backbone_ms = self._compile(self._apply, self._of_images)
         self._features = self._backbone(*self._of_images)
@@ -254,9 +255,6 @@ class NetworkBench:
             specs = tuple(P("devices") if i == batch else P() for i in range(len(arguments)))
             function = jax.shard_map(function, mesh=self._mesh, in_specs=specs, out_specs=P("devices"))
         return compiled(jax.jit(function), *arguments)
-
-    def _split(self, arrays):
-        return jax.device_put(arrays, self._sharding(P("devices")))
 
     def _replicated(self, arrays):
         return jax.device_put(arrays, self._sharding(P()))
