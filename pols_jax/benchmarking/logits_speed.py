@@ -55,7 +55,8 @@ def calls_of_head(num_rows: int, num_features: int) -> int:
 
 
 def run_logits(settings: LogitsSettings, recorder: Recorder, *, say: Callable[[str], None]) -> None:
-    """Measures what the settings ask for, network by network."""
+    """Measures what the settings, with their preset filled in, ask for, network by network."""
+    assert settings.batches is not None
     for network, batch_size in itertools.product(settings.networks, settings.batch_size):
         title = f"{network}, batch size {batch_size}"
         say(f"{title}: compiling")

@@ -129,7 +129,9 @@ def load_listing(
         name=printable(f"folder:{listing.path}"),
         class_names=tuple(map(printable, listing.classes)),
         image_shape=image_shape,
-        **splits,
+        train=splits["train"],
+        validation=splits["validation"],
+        test=splits["test"],
         provenance={
             "path": printable(os.path.abspath(root)),
             "split_rule": rule,

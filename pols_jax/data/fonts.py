@@ -85,7 +85,7 @@ def _faces_of(path: Path) -> list[Face]:
     try:
         data = read_bytes(path)
     except OSError as error:
-        raise DataError(f"The font {printable(path)} cannot be opened: {reason_of(error)}.") from error
+        raise _unusable(path, "cannot be opened", error) from error
     try:
         file = io.BytesIO(data)
         fonts = TTCollection(file, lazy=True).fonts if data[:4] == b"ttcf" else [TTFont(file, lazy=True)]

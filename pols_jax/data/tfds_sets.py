@@ -123,7 +123,9 @@ def load_tfds(
         class_names=tuple(builder.info.features[label_key].names),
         image_shape=image_shape,
         provenance=provenance,
-        **splits,
+        train=splits["train"],
+        validation=splits["validation"],
+        test=splits["test"],
     )
 
 

@@ -140,8 +140,9 @@ def _forward(x, kernel, stride, pads, form):
 
 
 def _backward(stride, pads, form, residuals, dy):
-    arguments = (*residuals, stride, pads, form, dy)
-    return _input_gradient(*arguments), _kernel_gradient(*arguments)
+    x, kernel = residuals
+    dx = _input_gradient(x, kernel, stride, pads, form, dy)
+    return dx, _kernel_gradient(x, kernel, stride, pads, form, dy)
 
 
 convolve_by_products.defvjp(_forward, _backward)
