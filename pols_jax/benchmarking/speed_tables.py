@@ -172,26 +172,22 @@ def _summary_table(record: Record, cases: Sequence[dict[str, Any]]) -> Table:
         *("of the limit", "PyTorch head / ours"),
     ]
 
-    def with_interval(slower: Measurement | None, faster: Measurement | None) -> str:
-        if slower is None or faster is None:
-            return ""
-        low, high = median_interval(slower, faster)
-        return f"{ratio(slower, faster):.3f} ({low:.3f} to {high:.3f})"
-
     rows = []
     for case in cases:
         ones = record.find_all("one_logit", **case)
         if not ones:
             continue
-        k, backbone = max(int(m.case["num_classes"]) for m in ones), record.find("backbone", **case)
-        programs = ("one_logit", "all_logits", "head_all_logits", "torch_linear")
-        one, every, head, peer = (record.find(name, **case, num_classes=k) for name in programs)
+        one, backbone = max(ones, key=lambda m: int(m.case["num_classes"])), record.find("backbone", **case)
+        assert backbone is not None
+        k, (low, high) = int(one.case["num_classes"]), median_interval(one, backbone)
+        programs = ("all_logits", "head_all_logits", "torch_linear")
+        every, head, peer = (record.find(name, **case, num_classes=k) for name in programs)
         # Relative to the smallest median, round by round.
         flattest = min(ones, key=lambda m: m.median_ms)
         over_smallest = max(ratio(m, flattest) or 0.0 for m in ones)
         speed_up, limit = ratio(every, one), ratio(every, backbone)
         cells = [
-            with_interval(one, backbone),
+            f"{ratio(one, backbone):.3f} ({low:.3f} to {high:.3f})",
             f"{over_smallest:.3f}" if len(ones) > 1 else "",
             *(times_cell(speed_up), times_cell(limit)),
             f"{speed_up / limit:.1%}" if speed_up and limit else "",
@@ -219,26 +215,18 @@ def _loss_tables(record: Record) -> list[Table]:
 
 
 def _metric_tables(record: Record) -> list[Table]:
-    def find(name: str, case: dict[str, Any]) -> Measurement | None:
-        return record.find(name, **case)
-
     columns = [
-        Column("n", lambda case: case["num_examples"], "{:,}"),
-        Column("k", lambda case: case["num_classes"], "{:,}"),
-        Column("ours, ms", lambda case: time_cell(find("pols_jax", case), spread=True)),
+        Column("n", lambda m: m.case["num_examples"], "{:,}"),
+        Column("k", lambda m: m.case["num_classes"], "{:,}"),
+        Column("ours, ms", lambda m: time_cell(m, spread=True)),
     ]
     for name in (name for name in ("scikit_learn", "torchmetrics") if record.find(name)):
         columns += [
-            Column(f"{name} ms", lambda case, name=name: time_cell(find(name, case))),
-            Column(
-                f"{name} / ours",
-                lambda case, name=name: ratio(find(name, case), find("pols_jax", case)),
-                "x{:.2f}",
-            ),
+            Column(f"{name} ms", lambda m, name=name: time_cell(record.find(name, **m.case))),
+            Column(f"{name} / ours", lambda m, name=name: ratio(record.find(name, **m.case), m), "x{:.2f}"),
         ]
     title = "Exact AUPRC and precision at recall of every class"
-    cases = [m.case for m in record.find_all("pols_jax")]
-    return [Table.of(title, columns, cases)]
+    return [Table.of(title, columns, record.find_all("pols_jax"))]
 
 
 def _network_tables(record: Record) -> list[Table]:

@@ -7,7 +7,6 @@ alone, so any step can be the first one, and it does not matter which worker doe
 import atexit
 import collections
 import contextlib
-import dataclasses
 import functools
 import itertools
 import multiprocessing
@@ -32,6 +31,7 @@ _LAST_STEP = 2**31 - 1  # steps are int32 on the device
 _MAX_THREADS = 8
 
 T = TypeVar("T")
+_Read = Callable[[int], tuple[Batch, list[str]]]
 
 _streams: weakref.WeakSet[Generator[Batch]] = weakref.WeakSet()
 
@@ -72,7 +72,8 @@ def evaluation_batches(
             labels = np.where(rows.where, split.labels[rows.example], 0)
             yield Batch(images=images, labels=labels, where=rows.where)
     else:
-        for batch in _streamed(_BatchReader(split, plan), range(num_batches), num_workers):
+        read = functools.partial(_read_batch, split, plan, reads_padding=False)
+        for batch in _streamed(read, range(num_batches), num_workers):
             yield batch._replace(images=scale_pixels(np.asarray(batch.images)))
 
 
@@ -114,7 +115,7 @@ def stream_batches(
     """
     place = {"batch_size": batch_size, "process_index": process_index, "process_count": process_count}
     plan = functools.partial(step_rows, len(split), seed=seed, **place)
-    read = _BatchReader(split, plan, reads_padding=True)
+    read = functools.partial(_read_batch, split, plan, reads_padding=True)
     return _streamed(read, range(start_step, _LAST_STEP), num_workers)
 
 
@@ -165,31 +166,27 @@ def _rows_in_order(
     return StepRows(example=np.minimum(position, num_examples - 1), where=position < num_examples)
 
 
-@dataclasses.dataclass(frozen=True)
-class _BatchReader:
+def _read_batch(
+    split: StreamSplit, plan: Callable[[int], StepRows], step: int, *, reads_padding: bool
+) -> tuple[Batch, list[str]]:
     """Reads and decodes one host's rows of the batch with a given number; and says what could not be decoded.
 
-    Pixels stay uint8: they are four times smaller to send.
+    Pixels stay uint8: they are four times smaller to send. Batch statistics look at padding in training; in evaluation
+    nothing does, and it is not read.
     """
-
-    split: StreamSplit
-    plan: Callable[[int], StepRows]
-    reads_padding: bool = False  # batch statistics look at padding in training; in evaluation nothing does
-
-    def __call__(self, step: int) -> tuple[Batch, list[str]]:
-        rows = self.plan(step)
-        images = np.zeros((len(rows.where), *self.split.image_shape), np.uint8)
-        labels, where, broken = np.zeros(len(rows.where), np.int32), rows.where.copy(), []
-        for i, example in enumerate(rows.example.tolist()):
-            if not where[i] and not self.reads_padding:
-                continue
-            source, labels[i] = self.split.records[example]
-            try:
-                images[i] = decode_image(source, self.split.image_shape)
-            except ImageError as error:
-                where[i] = False
-                broken.append(f"Record {example}: {error}")
-        return Batch(images, labels, where), broken
+    rows = plan(step)
+    images = np.zeros((len(rows.where), *split.image_shape), np.uint8)
+    labels, where, broken = np.zeros(len(rows.where), np.int32), rows.where.copy(), []
+    for i, example in enumerate(rows.example.tolist()):
+        if not where[i] and not reads_padding:
+            continue
+        source, labels[i] = split.records[example]
+        try:
+            images[i] = decode_image(source, split.image_shape)
+        except ImageError as error:
+            where[i] = False
+            broken.append(f"Record {example}: {error}")
+    return Batch(images, labels, where), broken
 
 
 def _prepare_worker(worker_index: int, worker_count: int) -> None:
@@ -207,13 +204,13 @@ def _prepare_worker(worker_index: int, worker_count: int) -> None:
     threading.Thread(target=exit_with_main_process, daemon=True).start()
 
 
-def _streamed(read: _BatchReader, steps: range, num_workers: int) -> Iterator[Batch]:
+def _streamed(read: _Read, steps: range, num_workers: int) -> Iterator[Batch]:
     stream = _stream(read, steps, num_workers)
     _streams.add(stream)
     return stream
 
 
-def _stream(read: _BatchReader, steps: range, num_workers: int) -> Generator[Batch]:
+def _stream(read: _Read, steps: range, num_workers: int) -> Generator[Batch]:
     import grain  # here, because batches of arrays in memory need neither
     from absl import flags
 
