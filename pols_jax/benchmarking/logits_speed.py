@@ -6,8 +6,8 @@ CPU they are views of one array; an accelerator holds a copy of each.
 
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,10 +16,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Float
 
+from pols_jax.benchmarking import torch_peer
 from pols_jax.benchmarking.programs import check_programs, wide_products
 from pols_jax.benchmarking.records import Recorder
 from pols_jax.benchmarking.settings import NORMALIZER_ROWS, LogitsSettings, find_devices
-from pols_jax.benchmarking.timing import Variant
+from pols_jax.benchmarking.timing import Variant, compiled, profile
 from pols_jax.errors import ProgramError
 from pols_jax.heads import all_logits, class_logits
 from pols_jax.memory import available_bytes
@@ -54,38 +55,31 @@ def calls_of_head(num_rows: int, num_features: int) -> int:
 
 
 def run_logits(settings: LogitsSettings, recorder: Recorder, *, say: Callable[[str], None]) -> None:
-    """Measures what the settings ask for, network by network."""
-    for network in settings.networks:
-        for batch_size in settings.batch_size:
-            _run_network(network, batch_size, settings, recorder, say)
-
-
-def _run_network(network, batch_size, settings, recorder, say):
-    title = f"{network}, batch size {batch_size}"
-    say(f"{title}: compiling")
-    bench = NetworkBench(network, batch_size, settings)
-    variants = bench.variants()
-    if settings.peer == "torch":
-        from pols_jax.benchmarking import torch_peer
-
-        for num_classes in bench.classes:
-            variants += torch_peer.head_variants(
-                bench.host_features,
-                *bench.host_head(num_classes),
-                asked=bench.asked_classes(num_classes),
-                case={**bench.case, "num_classes": num_classes},
-                platform=bench.devices[0].platform,
-                calls=calls_of_head(num_classes, int(bench.case["num_features"])),
-            )
-    if settings.programs:
-        variants = [variant for variant in variants if variant.name in ("backbone", *settings.programs)]
-    recorder.record.skipped.extend(bench.skipped)
-    for skipped in bench.skipped:
-        say(f"{title}: {skipped['case']['num_classes']:,} classes left out, {skipped['reason']}")
-    say(f"{title}: {len(variants)} variants, {settings.batches} calls of each")
-    recorder.measure(variants, repetitions=settings.batches)
-    if settings.profile is not None:
-        profile(variants, settings.profile / f"{network}-{batch_size}")
+    """Measures what the settings, with their preset filled in, ask for, network by network."""
+    assert settings.batches is not None
+    for network, batch_size in itertools.product(settings.networks, settings.batch_size):
+        title = f"{network}, batch size {batch_size}"
+        say(f"{title}: compiling")
+        bench = NetworkBench(network, batch_size, settings)
+        variants = bench.variants()
+        if settings.peer == "torch":
+            for num_classes in bench.classes:
+                variants += torch_peer.head_variants(
+                    bench.host_features,
+                    *bench.host_head(num_classes),
+                    asked=bench.asked_classes(num_classes),
+                    case={**bench.case, "num_classes": num_classes},
+                    platform=bench.devices[0].platform,
+                    calls=calls_of_head(num_classes, int(bench.case["num_features"])),
+                )
+        if settings.programs:
+            variants = [variant for variant in variants if variant.name in ("backbone", *settings.programs)]
+        recorder.record.skipped.extend(bench.skipped)
+        for skipped in bench.skipped:
+            say(f"{title}: {skipped['case']['num_classes']:,} classes left out, {skipped['reason']}")
+        say(f"{title}: {len(variants)} variants, {settings.batches} calls of each")
+        recorder.measure(variants, repetitions=settings.batches)
+        profile(variants, settings.profile, f"{network}-{batch_size}")
 
 
 class NetworkBench:
@@ -96,14 +90,6 @@ class NetworkBench:
       case: What identifies its measurements.
       classes: The numbers of classes that fit in memory.
       skipped: Those that do not: one dictionary for each with its ``case``, ``kernel_bytes`` and the ``reason``.
-
-    Examples:
-      >>> bench = NetworkBench("mlp", 2, LogitsSettings(classes=(7, 1013)))
-      >>> for variant in bench.variants()[:3]:
-      ...     print(variant.name, variant.case.get("num_classes"), variant.call(0).shape)
-      backbone None (2, 500)
-      all_logits 7 (2, 7)
-      one_logit 7 (2,)
     """
 
     def __init__(self, network: str, batch_size: int, settings: LogitsSettings):
@@ -116,10 +102,11 @@ class NetworkBench:
         images = rng.standard_normal(shape, np.float32)
         with jax.default_device(self.devices[0]):
             variables = jax.jit(backbone.init)(jax.random.key(0), images[:1])
-        self._images, self._variables = self._split(images), self._replicated(variables)
+        images = jax.device_put(images, self._sharding(P("devices")))
+        self._of_images = self._replicated(variables), images
         self._apply: Callable[..., Any] = backbone.apply  # in evaluation mode it returns the features alone
-        self._backbone, self._backbone_ms = self._compile(self._apply, self._variables, self._images)
-        self._features = self._backbone(self._variables, self._images)
+        self._backbone, self._backbone_ms = self._compile(self._apply, self._of_images)
+        self._features = self._backbone(*self._of_images)
         self._num_features = self._features.shape[-1]
         self.case: dict[str, str | int] = {
             "network": network,
@@ -134,7 +121,7 @@ class NetworkBench:
 
     def variants(self) -> list[Variant]:
         """Compiles and checks all programs; a size that runs out of memory while doing so is skipped."""
-        backbone = functools.partial(self._backbone, self._variables, self._images)
+        backbone = functools.partial(self._backbone, *self._of_images)
         variants = [Variant("backbone", lambda call: backbone(), self.case, self._backbone_ms)]
         for num_classes in list(self.classes):
             try:
@@ -145,12 +132,10 @@ class NetworkBench:
                 self.classes.remove(num_classes)
                 self._skip(num_classes, "it ran out of memory")
         # What any call costs: a program that takes one number of each image's features.
-        empty, empty_ms = self._compile(lambda features: features[:, 0], self._features, batch_argument=0)
-        call = functools.partial(empty, self._features)
-        variants.append(
-            Variant("empty_program", lambda number: call(), self.case, empty_ms, calls=_SHORT_CALLS)
+        empty, _ = self._variant(
+            "empty_program", lambda features: features[:, 0], self.case, calls=_SHORT_CALLS
         )
-        return variants
+        return [*variants, empty]
 
     @property
     def host_features(self) -> Float[np.ndarray, "batch features"]:
@@ -188,57 +173,38 @@ class NetworkBench:
     def _variants_of(self, num_classes) -> list[Variant]:
         kernel, bias = self._replicated(self.host_head(num_classes))
         asked = [self._replicated(np.int32(asked)) for asked in self.asked_classes(num_classes)]
+        case = {**self.case, "num_classes": num_classes}
 
-        def with_all(variables, images, kernel, bias):
-            return all_logits(self._apply(variables, images), kernel, bias)
+        def head(call):
+            return kernel, bias
 
-        def with_one(variables, images, kernel, bias, class_id):
-            return class_logits(self._apply(variables, images), kernel, bias, class_id)
+        def head_and_class(call):
+            return kernel, bias, asked[call % len(asked)]
 
-        image_args, head_args = (self._variables, self._images), (kernel, bias)
-        everything, everything_ms = self._compile(with_all, *image_args, *head_args)
-        one, one_ms = self._compile(with_one, *image_args, *head_args, asked[0])
-        head, head_ms = self._compile(all_logits, self._features, *head_args, batch_argument=0)
-        one_head, one_head_ms = self._compile(
-            class_logits, self._features, *head_args, asked[0], batch_argument=0
-        )
-        for of_all, of_one, backbone in ((everything, one, self._backbone.as_text()), (head, one_head, "")):
+        calls = calls_of_head(num_classes, self._num_features)
+        whole = [
+            self._variant("all_logits", all_logits, case, head, from_images=True),
+            self._variant("one_logit", class_logits, case, head_and_class, from_images=True),
+        ]
+        alone = [
+            self._variant("head_all_logits", all_logits, case, head, calls=calls),
+            self._variant("head_one_logit", class_logits, case, head_and_class, calls=_SHORT_CALLS),
+        ]
+        for ((_, of_all), (_, of_one)), backbone in ((whole, self._backbone.as_text()), (alone, "")):
             check_programs(
-                all_logits=of_all.as_text(),
-                one_logit=of_one.as_text(),
+                all_logits=of_all,
+                one_logit=of_one,
                 backbone=backbone,
                 num_classes=num_classes,
                 num_features=self._num_features,
             )
-        case = {**self.case, "num_classes": num_classes}
-
-        def asked_in(call):
-            return asked[call % len(asked)]
-
-        variants = [
-            Variant("all_logits", lambda call: everything(*image_args, *head_args), case, everything_ms),
-            Variant("one_logit", lambda call: one(*image_args, *head_args, asked_in(call)), case, one_ms),
-            Variant(
-                "head_all_logits",
-                lambda call: head(self._features, *head_args),
-                case,
-                head_ms,
-                calls=calls_of_head(num_classes, self._num_features),
-            ),
-            Variant(
-                "head_one_logit",
-                lambda call: one_head(self._features, *head_args, asked_in(call)),
-                case,
-                one_head_ms,
-                calls=_SHORT_CALLS,
-            ),
-        ]
+        variants = [variant for variant, _ in (*whole, *alone)]
         for num_rows in NORMALIZER_ROWS:
             if num_rows < num_classes:
-                variants += self._normalized_variants(num_rows, head_args, asked, case)
+                variants += self._normalized_variants(num_rows, head_and_class, case)
         return variants
 
-    def _normalized_variants(self, num_rows, head_args, asked, case) -> list[Variant]:
+    def _normalized_variants(self, num_rows, head_and_class, case) -> list[Variant]:
         """One logit minus a normalizer: of the whole network with the most rows, and of the head alone with any."""
         rng, num_classes = np.random.default_rng(num_rows), case["num_classes"]
         num_clusters, num_own = rows_of_clusters(num_classes, num_rows=num_rows)
@@ -246,62 +212,56 @@ class NetworkBench:
         rows = self._replicated(Normalizer(jnp.asarray(kernel), jnp.asarray(bias), Fit(0.0, 0.0, 0)))
         cluster_of = rng.permutation(num_classes) % num_clusters
 
-        def of_features(features, kernel, bias, class_id, normalizer):
+        def normalized(features, kernel, bias, class_id, normalizer):
             if num_own:
                 own = Clusters.of(cluster_of, kernel, bias, num_clusters=num_clusters, num_own=num_own)
                 normalizer = dataclasses.replace(normalizer, clusters=own)
             return class_logits(features, kernel, bias, class_id) - normalizer(features)
 
-        def of_images(variables, images, *arguments):
-            return of_features(self._apply(variables, images), *arguments)
+        def arguments(call):
+            return *head_and_class(call), rows
 
-        programs: list[tuple[str, Any, tuple[Any, ...], str]] = [
-            (f"head_one_logit_normalized_{num_rows}", of_features, (self._features,), "")
-        ]
+        name, calls = f"head_one_logit_normalized_{num_rows}", calls_of_head(num_rows, self._num_features)
+        made = [(*self._variant(name, normalized, case, arguments, calls=calls), "")]
         if num_rows == max(NORMALIZER_ROWS):
-            images = (self._variables, self._images)
-            programs.append(("one_logit_normalized", of_images, images, self._backbone.as_text()))
-        variants = []
-        for name, function, inputs, backbone in programs:
-            arguments = (*inputs, *head_args, asked[0], rows)
-            program, compile_ms = self._compile(function, *arguments, batch_argument=len(inputs) - 1)
-            size = case["num_classes"], self._num_features
-            if wide_products(program.as_text(), size[0]) > wide_products(backbone, size[0]):
-                raise ProgramError(f"The compiled program {name} has a product over {size[0]:,} classes.")
+            whole = self._variant("one_logit_normalized", normalized, case, arguments, from_images=True)
+            made.append((*whole, self._backbone.as_text()))
+        for variant, program, backbone in made:
+            if wide_products(program, num_classes) > wide_products(backbone, num_classes):
+                raise ProgramError(
+                    f"The compiled program {variant.name} has a product over {num_classes:,} classes."
+                )
+        return [variant for variant, _, _ in made]
 
-            def call(i, program=program, inputs=inputs):
-                return program(*inputs, *head_args, asked[i % len(asked)], rows)
+    def _variant(self, name, of_features, case, arguments=lambda call: (), *, from_images=False, calls=1):
+        """Compiles a function of features, or of images through the backbone; returns the variant and its text.
 
-            calls = calls_of_head(num_rows, self._num_features) if len(inputs) == 1 else 1
-            variants.append(Variant(name, call, case, compile_ms, calls))
-        return variants
+        ``arguments`` gives what else the function takes in a call.
+        """
 
-    def _compile(self, function, *arguments, batch_argument=1) -> tuple[Any, float]:
-        """Compiles for the devices; the batch is split over them, everything else is on each."""
+        def of_images(variables, images, *rest):
+            return of_features(self._apply(variables, images), *rest)
+
+        inputs = self._of_images if from_images else (self._features,)
+        function = of_images if from_images else of_features
+        program, compile_ms = self._compile(function, inputs, *arguments(0))
+        call = functools.partial(program, *inputs)
+        return Variant(name, lambda i: call(*arguments(i)), case, compile_ms, calls), program.as_text()
+
+    def _compile(self, function, inputs, *arguments) -> tuple[Any, float]:
+        """Compiles for the devices; the batch, the last of the inputs, is split over them, everything else is on each."""
+        arguments = (*inputs, *arguments)
         if len(self.devices) > 1:
-            specs = tuple(P("devices") if i == batch_argument else P() for i in range(len(arguments)))
+            batch = len(inputs) - 1
+            specs = tuple(P("devices") if i == batch else P() for i in range(len(arguments)))
             function = jax.shard_map(function, mesh=self._mesh, in_specs=specs, out_specs=P("devices"))
-        start = time.perf_counter()
-        program = jax.jit(function).lower(*arguments).compile()
-        return program, 1e3 * (time.perf_counter() - start)
-
-    def _split(self, arrays):
-        return jax.device_put(arrays, self._sharding(P("devices")))
+        return compiled(jax.jit(function), *arguments)
 
     def _replicated(self, arrays):
         return jax.device_put(arrays, self._sharding(P()))
 
     def _sharding(self, spec):
         return NamedSharding(self._mesh, spec) if len(self.devices) > 1 else self.devices[0]
-
-
-def profile(variants: Sequence[Variant], directory) -> None:
-    """Records a trace of one more call of each variant, after the timing, for TensorBoard or XProf."""
-    with jax.profiler.trace(str(directory)):
-        for variant in variants:
-            name = " ".join([variant.name, *(f"{key}={value}" for key, value in variant.case.items())])
-            with jax.profiler.TraceAnnotation(name):
-                jax.block_until_ready(variant.call(0))
 
 
 def _random_head(num_classes, num_features, dtype, rng) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,5 @@
 """Value and gradient of the seven losses, against optax's cross-entropy, the authors' batch cross-entropy and PyTorch's."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,9 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from pols_jax.benchmarking import torch_peer
-from pols_jax.benchmarking.logits_speed import profile
 from pols_jax.benchmarking.records import Recorder
 from pols_jax.benchmarking.settings import LossSettings, find_devices
-from pols_jax.benchmarking.timing import Variant
+from pols_jax.benchmarking.timing import Variant, compiled, profile
 from pols_jax.errors import ProgramError
 from pols_jax.losses import LOSSES, make_loss
 
@@ -32,7 +30,10 @@ def run_losses(settings: LossSettings, recorder: Recorder, *, say: Callable[[str
     arrays = jax.device_put((logits, labels), device)
     case = {"batch_size": settings.batch_size, "num_classes": settings.classes}
     say(f"compiling {len(LOSSES) + 2} programs")
-    variants = [_variant(name, loss, arrays, case) for name, loss in loss_functions().items()]
+    variants = []
+    for name, loss in loss_functions().items():
+        program, compile_ms = compiled(jax.jit(jax.value_and_grad(loss)), *arrays)
+        variants.append(Variant(name, lambda call, program=program: program(*arrays), case, compile_ms))
     if settings.peer == "torch":
         ours = {variant.name: variant for variant in variants}
         peers = torch_peer.loss_variants(logits, labels, num_noise=_NUM_NOISE, platform=device.platform)
@@ -41,8 +42,7 @@ def run_losses(settings: LossSettings, recorder: Recorder, *, say: Callable[[str
             variants.append(Variant(f"torch_{name}", call, case))
     say(f"{len(variants)} variants, {settings.repetitions} calls of each")
     recorder.measure(variants, repetitions=settings.repetitions)
-    if settings.profile is not None:
-        profile(variants, settings.profile / "losses")
+    profile(variants, settings.profile, "losses")
 
 
 def loss_functions() -> dict[str, Callable[..., Array]]:
@@ -69,22 +69,11 @@ def authors_batch_cross_entropy(
 
     Both distributions are built as arrays of m k numbers, and an epsilon keeps their ratio and its logarithm finite. It also
     damps the gradient of a true logit, the more the larger m k is.
-
-    Examples:
-      >>> authors_batch_cross_entropy(jnp.array([[3.0, 0.0], [0.0, 3.0]]), jnp.array([0, 1]))
-      Array(0.0486, dtype=float32)
     """
     num_examples, num_classes = logits.shape
     target = jax.nn.one_hot(labels, num_classes, dtype=logits.dtype).ravel() / num_examples
     model = jax.nn.softmax(logits.ravel())
     return jnp.sum(target * jnp.log(target / (model + epsilon) + epsilon))
-
-
-def _variant(name, loss, arrays, case) -> Variant:
-    start = time.perf_counter()
-    program = jax.jit(jax.value_and_grad(loss)).lower(*arrays).compile()
-    compile_ms = 1e3 * (time.perf_counter() - start)
-    return Variant(name, lambda call: program(*arrays), case, compile_ms)
 
 
 def _check_same(name: str, ours: Any, theirs: Any) -> None:

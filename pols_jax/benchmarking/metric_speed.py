@@ -8,10 +8,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from pols_jax.benchmarking import torch_peer
-from pols_jax.benchmarking.logits_speed import profile
 from pols_jax.benchmarking.records import Recorder
 from pols_jax.benchmarking.settings import MetricSettings, find_devices
-from pols_jax.benchmarking.timing import Variant
+from pols_jax.benchmarking.timing import Variant, profile
 from pols_jax.errors import ProgramError
 from pols_jax.metrics import average_precision, precision_at_recall, slc_metrics
 
@@ -40,8 +39,7 @@ def run_metrics(settings: MetricSettings, recorder: Recorder, *, say: Callable[[
                     round(time * num_classes / timed_classes, 5) for time in measured.times_ms
                 ]
         recorder.save()
-        if settings.profile is not None:
-            profile(variants, settings.profile / f"metrics-{num_examples}-{num_classes}")
+        profile(variants, settings.profile, f"metrics-{num_examples}-{num_classes}")
 
 
 def random_scores(

@@ -3,7 +3,7 @@
 All have the same weights and images, and their results are compared before they are timed.
 """
 
-import time
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +13,10 @@ import numpy as np
 from jax import lax
 
 from pols_jax.benchmarking import torch_peer
-from pols_jax.benchmarking.logits_speed import image_shape, profile
+from pols_jax.benchmarking.logits_speed import image_shape
 from pols_jax.benchmarking.records import Recorder
 from pols_jax.benchmarking.settings import NetworkSettings, find_devices
-from pols_jax.benchmarking.timing import Variant
+from pols_jax.benchmarking.timing import Variant, compiled, profile
 from pols_jax.data import Batch
 from pols_jax.errors import ProgramError
 from pols_jax.losses import make_loss
@@ -34,17 +34,15 @@ _LEARNING_RATE, _MOMENTUM = 1e-3, 0.9
 
 def run_networks(settings: NetworkSettings, recorder: Recorder, *, say: Callable[[str], None]) -> None:
     """Measures what the settings ask for, network by network."""
-    for network in settings.networks:
-        for batch_size in settings.batch_size:
-            case = {"network": network, "batch_size": batch_size, "width": str(settings.width)}
-            title = f"{network}, batch size {batch_size}"
-            say(f"{title}: compiling")
-            make = _step_variants if settings.program == "step" else _forward_variants
-            variants = make(settings, case)
-            say(f"{title}: {len(variants)} variants, {settings.repetitions} calls of each")
-            recorder.measure(variants, repetitions=settings.repetitions, warmup=1)
-            if settings.profile is not None:
-                profile(variants, settings.profile / f"{network}-{batch_size}")
+    make = _step_variants if settings.program == "step" else _forward_variants
+    for network, batch_size in itertools.product(settings.networks, settings.batch_size):
+        title = f"{network}, batch size {batch_size}"
+        say(f"{title}: compiling")
+        case = {"network": network, "batch_size": batch_size, "width": str(settings.width)}
+        variants = make(settings, case)
+        say(f"{title}: {len(variants)} variants, {settings.repetitions} calls of each")
+        recorder.measure(variants, repetitions=settings.repetitions, warmup=1)
+        profile(variants, settings.profile, f"{network}-{batch_size}")
 
 
 def _forward_variants(settings, case) -> list[Variant]:
@@ -54,7 +52,7 @@ def _forward_variants(settings, case) -> list[Variant]:
     variants, expected = [], None
     for convolution in settings.convolutions:
         backbone = _backbone(settings, case, convolution)
-        program, ms, memory = _compile(jax.jit(backbone.apply), variables, images)
+        program, ms = compiled(jax.jit(backbone.apply), variables, images)
         features = np.asarray(program(variables, images))
         expected = features if expected is None else expected
         _check(f"forward_{convolution}", features, expected)
@@ -62,7 +60,7 @@ def _forward_variants(settings, case) -> list[Variant]:
         def call(_, program=program):
             return program(variables, images)
 
-        variants.append(Variant(f"forward_{convolution}", call, case | memory, ms))
+        variants.append(Variant(f"forward_{convolution}", call, case | _memory(program), ms))
     if settings.peer == "torch":
         forward = torch_peer.forward_call(
             case["network"], variables, np.array(images), platform=device.platform
@@ -101,8 +99,8 @@ def _step_variants(settings, case) -> list[Variant]:
         state = ours.init(image_shape(case["network"]))
         if not weights:
             weights = jax.tree.map(np.array, {"params": state.params, "batch_stats": state.batch_stats})
-        compiled = jax.jit(function, static_argnums=0, donate_argnums=1)
-        program, ms, memory = _compile(compiled, ours, state, batch, *count)
+        jitted = jax.jit(function, static_argnums=0, donate_argnums=1)
+        program, ms = compiled(jitted, ours, state, batch, *count)
         states[name] = state
 
         def call(_, name=name, program=program, count=count):
@@ -113,7 +111,7 @@ def _step_variants(settings, case) -> list[Variant]:
         losses = np.asarray([float(call(0)) for _ in range(_STEPS_IN_LOOP // steps)])
         expected = losses if expected is None else expected
         _check(name, losses[-1], expected[-1])
-        variants.append(Variant(name, call, case | memory | {"steps": steps}, ms))
+        variants.append(Variant(name, call, case | _memory(program) | {"steps": steps}, ms))
     if settings.peer == "torch":
         step = torch_peer.step_call(
             case["network"],
@@ -138,17 +136,14 @@ def _random_images(case, device):
     return jax.device_put(np.random.default_rng(0).standard_normal(shape, np.float32), device)
 
 
-def _compile(function, *arguments) -> tuple[Any, float, dict[str, int]]:
-    """Returns the compiled program, how long that took, and what memory it takes."""
-    start = time.perf_counter()
-    program = function.lower(*arguments).compile()
-    elapsed_ms = 1e3 * (time.perf_counter() - start)
+def _memory(program) -> dict[str, int]:
+    """What memory a compiled program takes, as a part of its case."""
     sizes = program.memory_analysis()
     if sizes is None:
-        return program, elapsed_ms, {}
+        return {}
     # Outputs that take the place of inputs are counted once.
     size = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    return program, elapsed_ms, {"memory_bytes": size + sizes.temp_size_in_bytes}
+    return {"memory_bytes": size + sizes.temp_size_in_bytes}
 
 
 def _check(name, actual, expected):

@@ -91,12 +91,13 @@ class Record:
         measurements = earlier.measurements + self.measurements
         return dataclasses.replace(self, environment=environment, measurements=measurements)
 
+    def find_all(self, variant: str, **case: str | int) -> list[Measurement]:
+        """Returns the measurements of a variant whose case has these values."""
+        return [m for m in self.measurements if m.variant == variant and case.items() <= m.case.items()]
+
     def find(self, variant: str, **case: str | int) -> Measurement | None:
-        """Returns the measurement of a variant whose case has these values; None if there is none."""
-        for measurement in self.measurements:
-            if measurement.variant == variant and case.items() <= measurement.case.items():
-                return measurement
-        return None
+        """Returns the first measurement of a variant whose case has these values; None if there is none."""
+        return next(iter(self.find_all(variant, **case)), None)
 
     def values(self, name: str) -> list[Any]:
         """Returns the different values of one part of the cases, in the order in which they were measured."""

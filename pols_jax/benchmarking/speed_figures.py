@@ -57,11 +57,10 @@ def speed_up_against_classes(record: Record, batch_size: int) -> Figure:
     figure = Figure(figsize=(5, 3.4), layout="constrained")
     axes = figure.subplots()
     for i, network in enumerate(record.values("network")):
-        series = _series(record, "all_logits", network, batch_size)
         points = [
-            (m.case["num_classes"], ratio(m, record.find("one_logit", **m.case)))
-            for m in series
-            if record.find("one_logit", **m.case)
+            (m.case["num_classes"], ratio(m, one))
+            for m in _series(record, "all_logits", network, batch_size)
+            if (one := record.find("one_logit", **m.case))
         ]
         if points:
             axes.plot(
@@ -75,6 +74,5 @@ def speed_up_against_classes(record: Record, batch_size: int) -> Figure:
 
 
 def _series(record, variant, network, batch_size):
-    wanted = {"network": network, "batch_size": batch_size}
-    found = [m for m in record.measurements if m.variant == variant and wanted.items() <= m.case.items()]
+    found = record.find_all(variant, network=network, batch_size=batch_size)
     return sorted(found, key=lambda m: m.case["num_classes"])

@@ -4,9 +4,10 @@ Times are medians, ± half the distance between the first and the third quartile
 is shown: a slow minute of the machine is in both and drops out.
 """
 
+import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pols_jax.benchmarking.records import Record
@@ -51,13 +52,11 @@ def speed_tables(record: Record) -> list[Table]:
       | optax cross_entropy | 2.00 ±0.000 | 1.00 |
       | batch_cross_entropy | 2.10 ±0.050 | 1.05 |
     """
-    from pols_jax.benchmarking import network_tables  # it uses this module
-
     makers = {
         "logits": _logits_tables,
         "losses": _loss_tables,
         "metrics": _metric_tables,
-        "networks": network_tables.network_tables,
+        "networks": _network_tables,
     }
     if record.benchmark not in makers:
         raise ConfigError(unknown_name("benchmark", record.benchmark, makers))
@@ -65,12 +64,7 @@ def speed_tables(record: Record) -> list[Table]:
 
 
 def ratio(slower: Measurement | None, faster: Measurement | None) -> float | None:
-    """How many times longer one takes than the other: the median over the rounds in which both were timed.
-
-    Examples:
-      >>> ratio(Measurement("a", {}, None, [2.0, 30.0, 2.2]), Measurement("b", {}, None, [1.0, 15.0, 1.0]))
-      2.0
-    """
+    """How many times longer one takes than the other: the median over the rounds in which both were timed."""
     if slower is None or faster is None:
         return None
     pairs = zip(slower.times_ms, faster.times_ms, strict=False)  # an interrupted round has one time less
@@ -82,11 +76,6 @@ def median_interval(slower: Measurement, faster: Measurement) -> tuple[float, fl
 
     Half of all ratios are below the true median, so the number of measured ones below it is nearly always within one
     square root of the half.
-
-    Examples:
-      >>> times = [1.0 + i / 100 for i in range(101)]
-      >>> median_interval(Measurement("a", {}, None, times), Measurement("b", {}, None, [1.0] * 101))
-      (1.4, 1.6)
     """
     ratios = sorted(one / other for one, other in zip(slower.times_ms, faster.times_ms, strict=False))
     middle, reach = (len(ratios) - 1) / 2, 0.98 * math.sqrt(len(ratios))
@@ -114,11 +103,11 @@ def _logits_tables(record: Record) -> list[Table]:
         for batch_size in record.values("batch_size")
         if record.find("backbone", **(case := {"network": network, "batch_size": batch_size}))
     ]
-    networks, summary = [_network_table(record, case) for case in cases], _summary_table(record, cases)
+    networks, summary = [_classes_table(record, case) for case in cases], _summary_table(record, cases)
     return [*networks, summary] if summary.rows else networks
 
 
-def _network_table(record: Record, case: dict[str, Any]) -> Table:
+def _classes_table(record: Record, case: dict[str, Any]) -> Table:
     """One column per number of classes, one row per program."""
     classes = sorted(record.values("num_classes"))
     backbone = record.find("backbone", **case)
@@ -140,28 +129,27 @@ def _network_table(record: Record, case: dict[str, Any]) -> Table:
             return ""
         return f"{1e3 * case['batch_size'] * num_devices / measured.median_ms:,.1f}"
 
+    def times(variant: str, *, spread: bool = False) -> Callable[[int], str]:
+        return lambda k: time_cell(find(variant, k), spread=spread)
+
     programs = {
-        "all logits, ms": lambda k: time_cell(find("all_logits", k), spread=True),
-        "one logit, ms": lambda k: time_cell(find("one_logit", k), spread=True),
-        "one logit and normalizer of 1,024 rows, ms": lambda k: time_cell(
-            find("one_logit_normalized", k), spread=True
-        ),
+        "all logits, ms": times("all_logits", spread=True),
+        "one logit, ms": times("one_logit", spread=True),
+        "one logit and normalizer of 1,024 rows, ms": times("one_logit_normalized", spread=True),
         "speed-up": lambda k: times_cell(ratio(find("all_logits", k), find("one_logit", k))),
         "limit: all / backbone": lambda k: times_cell(ratio(find("all_logits", k), backbone)),
-        "head alone: all logits, ms": lambda k: time_cell(find("head_all_logits", k)),
-        "head alone: one logit, ms": lambda k: time_cell(find("head_one_logit", k)),
+        "head alone: all logits, ms": times("head_all_logits"),
+        "head alone: one logit, ms": times("head_one_logit"),
         "of which an empty program takes, ms": lambda k: time_cell(record.find("empty_program", **case)),
         **{
-            f"head alone: one logit and {rows:,} rows, ms": lambda k, rows=rows: time_cell(
-                find(f"head_one_logit_normalized_{rows}", k)
-            )
+            f"head alone: one logit and {rows:,} rows, ms": times(f"head_one_logit_normalized_{rows}")
             for rows in NORMALIZER_ROWS
         },
         "head alone: all logits / one logit and 1,024 rows": lambda k: times_cell(
             ratio(find("head_all_logits", k), find("head_one_logit_normalized_1024", k))
         ),
-        "PyTorch F.linear, ms": lambda k: time_cell(find("torch_linear", k)),
-        "PyTorch adaptive softmax, one class": lambda k: time_cell(find("torch_adaptive_softmax", k)),
+        "PyTorch F.linear, ms": times("torch_linear"),
+        "PyTorch adaptive softmax, one class": times("torch_adaptive_softmax"),
         "images/s, one logit, all devices": lambda k: images_per_second(k, num_devices),
         "images/s, one logit, each device": lambda k: images_per_second(k, 1),
         "not measured": missing,
@@ -183,20 +171,23 @@ def _summary_table(record: Record, cases: Sequence[dict[str, Any]]) -> Table:
         *("network", "batch", "k", "one logit / backbone", "max / min over k", "speed-up", "limit"),
         *("of the limit", "PyTorch head / ours"),
     ]
+
     rows = []
     for case in cases:
-        ones = [m for m in record.measurements if m.variant == "one_logit" and case.items() <= m.case.items()]
+        ones = record.find_all("one_logit", **case)
         if not ones:
             continue
-        k, backbone = max(int(m.case["num_classes"]) for m in ones), record.find("backbone", **case)
-        programs = ("one_logit", "all_logits", "head_all_logits", "torch_linear")
-        one, every, head, peer = (record.find(name, **case, num_classes=k) for name in programs)
+        one, backbone = max(ones, key=lambda m: int(m.case["num_classes"])), record.find("backbone", **case)
+        assert backbone is not None
+        k, (low, high) = int(one.case["num_classes"]), median_interval(one, backbone)
+        programs = ("all_logits", "head_all_logits", "torch_linear")
+        every, head, peer = (record.find(name, **case, num_classes=k) for name in programs)
         # Relative to the smallest median, round by round.
         flattest = min(ones, key=lambda m: m.median_ms)
         over_smallest = max(ratio(m, flattest) or 0.0 for m in ones)
         speed_up, limit = ratio(every, one), ratio(every, backbone)
         cells = [
-            _with_interval(one, backbone),
+            f"{ratio(one, backbone):.3f} ({low:.3f} to {high:.3f})",
             f"{over_smallest:.3f}" if len(ones) > 1 else "",
             *(times_cell(speed_up), times_cell(limit)),
             f"{speed_up / limit:.1%}" if speed_up and limit else "",
@@ -224,26 +215,63 @@ def _loss_tables(record: Record) -> list[Table]:
 
 
 def _metric_tables(record: Record) -> list[Table]:
-    def find(name: str, case: dict[str, Any]) -> Measurement | None:
-        return record.find(name, **case)
-
     columns = [
-        Column("n", lambda case: case["num_examples"], "{:,}"),
-        Column("k", lambda case: case["num_classes"], "{:,}"),
-        Column("ours, ms", lambda case: time_cell(find("pols_jax", case), spread=True)),
+        Column("n", lambda m: m.case["num_examples"], "{:,}"),
+        Column("k", lambda m: m.case["num_classes"], "{:,}"),
+        Column("ours, ms", lambda m: time_cell(m, spread=True)),
     ]
     for name in (name for name in ("scikit_learn", "torchmetrics") if record.find(name)):
         columns += [
-            Column(f"{name} ms", lambda case, name=name: time_cell(find(name, case))),
-            Column(
-                f"{name} / ours",
-                lambda case, name=name: ratio(find(name, case), find("pols_jax", case)),
-                "x{:.2f}",
-            ),
+            Column(f"{name} ms", lambda m, name=name: time_cell(record.find(name, **m.case))),
+            Column(f"{name} / ours", lambda m, name=name: ratio(record.find(name, **m.case), m), "x{:.2f}"),
         ]
     title = "Exact AUPRC and precision at recall of every class"
-    cases = [m.case for m in record.measurements if m.variant == "pols_jax"]
-    return [Table.of(title, columns, cases)]
+    return [Table.of(title, columns, record.find_all("pols_jax"))]
+
+
+def _network_tables(record: Record) -> list[Table]:
+    """One table of forward passes and one of training steps: one row for every network, batch size and width."""
+
+    def find(variant: str, m: Measurement) -> Measurement | None:
+        found = record.find(variant, **{key: m.case[key] for key in ("network", "batch_size", "width")})
+        if found is None:
+            return None
+        steps = int(found.case.get("steps", 1))  # one call may do several
+        return dataclasses.replace(found, times_ms=[ms / steps for ms in found.times_ms])
+
+    def times(heading: str, variant: str, *, spread: bool = False) -> Column:
+        return Column(heading, lambda m: time_cell(find(variant, m), spread=spread))
+
+    def table(title: str, row: str, own_times: Sequence[Column], *, ours: str, xla: str, torch: str) -> Table:
+        def memory(m: Measurement) -> str:
+            now, before = find(ours, m), find(xla, m)
+            if now is None or before is None or "memory_bytes" not in now.case:
+                return ""
+            sizes = int(now.case["memory_bytes"]), int(before.case["memory_bytes"])
+            return f"{sizes[0] / 1e6:,.0f} MB, x{sizes[0] / sizes[1]:.2f}"
+
+        columns = [
+            Column("network", lambda m: m.case["network"]),
+            Column("width", lambda m: m.case["width"]),
+            Column("batch", lambda m: m.case["batch_size"]),
+            *own_times,
+            times("XLA's convolutions, ms", xla),
+            times("PyTorch, ms", torch),
+            Column("ours / XLA's", lambda m: ratio(find(ours, m), find(xla, m)), "{:.2f}"),
+            Column("ours / PyTorch", lambda m: ratio(find(ours, m), find(torch, m)), "{:.2f}"),
+            Column("memory, against XLA's", memory),
+        ]
+        return Table.of(title, columns, record.find_all(row))
+
+    forward = [times("ms", "forward_auto", spread=True)]
+    step = [times("in a compiled loop, ms", "steps_in_loop", spread=True), times("alone, ms", "step_auto")]
+    of_forward = {"ours": "forward_auto", "xla": "forward_xla", "torch": "torch_forward"}
+    of_step = {"ours": "steps_in_loop", "xla": "step_xla", "torch": "torch_step"}
+    tables = [
+        table("Forward pass, images to features", "forward_auto", forward, **of_forward),
+        table("Training step", "step_auto", step, **of_step),
+    ]
+    return [table for table in tables if table.rows]
 
 
 def time_cell(measurement: Measurement | None, *, spread: bool = False) -> str:
@@ -257,13 +285,6 @@ def time_cell(measurement: Measurement | None, *, spread: bool = False) -> str:
 
 def _milliseconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.{1 if value >= 100 else 2 if value >= 1 else 3}f}"
-
-
-def _with_interval(slower: Measurement | None, faster: Measurement | None) -> str:
-    if slower is None or faster is None:
-        return ""
-    low, high = median_interval(slower, faster)
-    return f"{ratio(slower, faster):.3f} ({low:.3f} to {high:.3f})"
 
 
 def times_cell(value: float | None) -> str:

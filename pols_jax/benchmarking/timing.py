@@ -5,6 +5,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -59,6 +60,24 @@ class Measurement:
             return self.times_ms[0], self.times_ms[0]
         first, _, third = statistics.quantiles(self.times_ms, n=4, method="inclusive")
         return first, third
+
+
+def compiled(jitted: Any, *arguments: Any) -> tuple[Any, float]:
+    """Compiles a jitted function for such arguments; returns the program and how many milliseconds that took."""
+    start = time.perf_counter()
+    program = jitted.lower(*arguments).compile()
+    return program, 1e3 * (time.perf_counter() - start)
+
+
+def profile(variants: Sequence[Variant], directory: Path | None, name: str) -> None:
+    """Records a trace of one more call of each variant in a directory, if one is wanted, for TensorBoard or XProf."""
+    if directory is None:
+        return
+    with jax.profiler.trace(str(directory / name)):
+        for variant in variants:
+            case = " ".join([variant.name, *(f"{key}={value}" for key, value in variant.case.items())])
+            with jax.profiler.TraceAnnotation(case):
+                jax.block_until_ready(variant.call(0))
 
 
 def measure(

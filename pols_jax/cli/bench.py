@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import importlib
+import pkgutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,10 +43,10 @@ OUTPUTS = ("json", "markdown", "figures", "profile", "append")
 """Flags that say where something is written: no part of what was measured."""
 
 BENCHMARKS: dict[str, tuple[type[Settings], str]] = {
-    "logits": (LogitsSettings, "logits_speed.run_logits"),
-    "losses": (LossSettings, "loss_speed.run_losses"),
-    "metrics": (MetricSettings, "metric_speed.run_metrics"),
-    "networks": (NetworkSettings, "network_speed.run_networks"),
+    "logits": (LogitsSettings, "logits_speed:run_logits"),
+    "losses": (LossSettings, "loss_speed:run_losses"),
+    "metrics": (MetricSettings, "metric_speed:run_metrics"),
+    "networks": (NetworkSettings, "network_speed:run_networks"),
 }
 """Every benchmark: its flags, and the function of `pols_jax.benchmarking` that measures."""
 
@@ -89,8 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings = settings.resolved()
     announce("starting JAX ...")
     settings.check()
-    module, _, name = function.partition(".")
-    run = getattr(importlib.import_module(f"pols_jax.benchmarking.{module}"), name)
+    run = pkgutil.resolve_name(f"pols_jax.benchmarking.{function}")
     show([benchmark(verb, settings, run)], settings.markdown, settings.figures)
 
 

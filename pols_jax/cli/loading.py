@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -84,11 +85,11 @@ def _progress_bar():
 
 def check_start(experiment: Experiment, listing: "FolderListing", sizes: "PictureSizes") -> None:
     """Raises unless a folder can be trained on: the network takes the images, a step fits. Decodes nothing."""
-    from pols_jax.data.dataset import DEFAULT_MAX_BYTES, num_bytes
+    from pols_jax.data.dataset import DEFAULT_MAX_BYTES
     from pols_jax.training.feasibility import check_shape
 
     shape = sizes.shape(largest=1, image_size=experiment.image_size, channels=experiment.channels)
-    resident = num_bytes((listing.num_pictures, *shape))
+    resident = listing.num_pictures * math.prod(shape)
     check_shape(
         experiment.runs()[0],
         name=f"{FOLDER}{listing.path}",

@@ -5,7 +5,6 @@ encoded images stay on disk and are decoded on the way.  Both give the same `Bat
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -188,16 +187,6 @@ def network_input(
       ([-1.0, 1.0], [7.0])
     """
     return scale_pixels(images) if images.dtype == np.uint8 else images
-
-
-def num_bytes(shape: Sequence[int]) -> int:
-    """Returns the size in bytes of a uint8 array.
-
-    Examples:
-      >>> num_bytes((60_000, 28, 28, 1))
-      47040000
-    """
-    return math.prod(map(int, shape))
 
 
 def check_image_size(image_size: int, *, smallest: int = 1) -> None:

@@ -105,11 +105,8 @@ def list_folder(path: str | Path) -> FolderListing:
         raise DataError(f"{printable(root)} is not a directory{where}.")
     left_out: list[str] = []
     there = [split for split in ("train", "test", "val") if os.path.isdir(os.path.join(root, split))]
-    if not there:
-        classes = _class_folders(root, left_out)
-        _check_classes(root, classes, left_out)
-        records = {ALL: _list_records(root, classes, classes, left_out)}
-    else:
+    folders = {ALL: root}
+    if there:
         for split in ("train", "test"):
             if split not in there:
                 raise DataError(
@@ -120,20 +117,19 @@ def list_folder(path: str | Path) -> FolderListing:
         left_out += [
             f"{printable(os.path.join(root, name))}: a folder beside train/ and test/" for name in others
         ]
-        classes = _class_folders(os.path.join(root, "train"), left_out)
-        _check_classes(os.path.join(root, "train"), classes, left_out)
-        records = {}
-        for split, name in {"train": "train", "validation": "val", "test": "test"}.items():
-            if name in there:
-                folder = os.path.join(root, name)
-                found = classes if name == "train" else _class_folders(folder, left_out)
-                records[split] = _list_records(folder, classes, found, left_out)
-    listing = FolderListing(str(path), root, tuple(classes), records, tuple(left_out))
-    for split, files in records.items():
-        if not files:
+        names = {"train": "train", "validation": "val", "test": "test"}
+        folders = {split: os.path.join(root, name) for split, name in names.items() if name in there}
+    records, classes = {}, []
+    for split, folder in folders.items():
+        found = _class_folders(folder, left_out)
+        if not classes:  # the first split has them all
+            classes = found
+            _check_classes(folder, classes, left_out)
+        records[split] = _list_records(folder, classes, found, left_out)
+        if not records[split]:
             what = f"The {split} split of {printable(root)}" if split else printable(root)
             raise DataError(f"{what} has no pictures ({', '.join(IMAGE_SUFFIXES)}).")
-    return listing
+    return FolderListing(str(path), root, tuple(classes), records, tuple(left_out))
 
 
 def picture_sizes(listing: FolderListing) -> PictureSizes:

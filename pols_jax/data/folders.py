@@ -9,6 +9,7 @@ Files are JPEG, PNG, WebP, GIF or BMP. What cannot be used is named and counted 
 """
 
 import hashlib
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sized
@@ -18,14 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from pols_jax.data import array_cache
-from pols_jax.data.dataset import (
-    DEFAULT_MAX_BYTES,
-    ArraySplit,
-    Dataset,
-    StreamSplit,
-    check_image_size,
-    num_bytes,
-)
+from pols_jax.data.dataset import DEFAULT_MAX_BYTES, ArraySplit, Dataset, StreamSplit, check_image_size
 from pols_jax.data.file_hashes import file_hashes
 from pols_jax.data.folder_listing import (
     ALL,
@@ -117,7 +111,7 @@ def load_listing(
         rule = "train/ and test/; validation is the last tenth of every class in train/, by file name"
     _check_splits(root, records)
     splits: dict[str, ArraySplit | StreamSplit] = {}
-    if num_bytes((listing.num_pictures, *image_shape)) <= max_bytes:
+    if listing.num_pictures * math.prod(image_shape) <= max_bytes:
         decoded, hashes_of = _decoded(records, image_shape, unusable)
         splits |= decoded
     else:
@@ -125,9 +119,12 @@ def load_listing(
             root, {split: [file for file, _ in files] for split, files in records.items()}
         )
         splits |= {split: StreamSplit(files, image_shape) for split, files in records.items()}
-    _report(unusable)
+    reasons = [why.rstrip(".") for why in unusable]
+    _warn_of(reasons, "file is left out as unusable", "files are left out as unusable", "; ")
     _check_splits(root, splits)
-    _report_empty(listing, records["train"])
+    there = {label for _, label in records["train"]}
+    empty = [printable(name) for i, name in enumerate(listing.classes) if i not in there]
+    _warn_of(empty, "class has no pictures to learn from", "classes have no pictures to learn from", ", ")
     return Dataset(
         name=printable(f"folder:{listing.path}"),
         class_names=tuple(map(printable, listing.classes)),
@@ -198,20 +195,12 @@ def _decoded(
     return splits, hashes
 
 
-def _report(unusable: list[str]) -> None:
-    if unusable:
-        shown = "; ".join(why.rstrip(".") for why in unusable[:5]) + ("; ..." if len(unusable) > 5 else "")
-        count = "1 file is" if len(unusable) == 1 else f"{len(unusable)} files are"
-        warnings.warn(f"{count} left out as unusable: {shown}.", DataWarning, stacklevel=4)
-
-
-def _report_empty(listing: FolderListing, train: Records) -> None:
-    there = {label for _, label in train}
-    empty = [printable(name) for i, name in enumerate(listing.classes) if i not in there]
-    if empty:
-        shown = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
-        count = "1 class has" if len(empty) == 1 else f"{len(empty)} classes have"
-        warnings.warn(f"{count} no pictures to learn from: {shown}.", DataWarning, stacklevel=4)
+def _warn_of(found: list[str], one: str, several: str, separator: str) -> None:
+    """Counts what was found in a warning that shows the first five, if there is anything."""
+    if found:
+        shown = separator.join([*found[:5], *["..."] * (len(found) > 5)])
+        count = f"1 {one}" if len(found) == 1 else f"{len(found)} {several}"
+        warnings.warn(f"{count}: {shown}.", DataWarning, stacklevel=4)
 
 
 def _fingerprint(root: str, records: dict[str, Records]) -> str:

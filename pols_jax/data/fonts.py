@@ -85,7 +85,7 @@ def _faces_of(path: Path) -> list[Face]:
     try:
         data = read_bytes(path)
     except OSError as error:
-        raise DataError(f"The font {printable(path)} cannot be opened: {reason_of(error)}.") from error
+        raise _unusable(path, "cannot be opened", error) from error
     try:
         file = io.BytesIO(data)
         fonts = TTCollection(file, lazy=True).fonts if data[:4] == b"ttcf" else [TTFont(file, lazy=True)]
@@ -146,7 +146,7 @@ def render(face: Face, characters: Sequence[int], size: int) -> UInt8[np.ndarray
 
     for bitmap, character in zip(bitmaps, characters, strict=True):
         try:
-            ink = _fitting_ink(font_of, chr(character), max(1, round(_TEXT_SIZE * size)), room)
+            ink = _ink(font_of, chr(character), max(1, round(_TEXT_SIZE * size)), room)
         except Exception as error:  # FreeType's errors come as OSError, Pillow's as several others
             raise _unusable(face.path, f"cannot draw U+{character:04X}", error) from error
         if ink is not None:
@@ -155,24 +155,19 @@ def render(face: Face, characters: Sequence[int], size: int) -> UInt8[np.ndarray
     return bitmaps
 
 
-def _fitting_ink(
+def _ink(
     font_of: Callable[[int], ImageFont.FreeTypeFont], character: str, text_size: int, room: int
 ) -> UInt8[np.ndarray, "height width"] | None:
-    """Draws a character as large as the text size and the room allow."""
+    """Draws a character as large as the text size and the room allow, without a border; None if it has no ink."""
     while text_size:
-        ink = _ink(font_of(text_size), character)
-        if ink is None or max(ink.shape) <= room:
-            return ink
-        text_size = min(text_size - 1, text_size * room // max(ink.shape))
+        mask: Any = font_of(text_size).getmask(character, mode="L")  # the stubs do not know that it has bytes
+        box = mask.getbbox()
+        if box is None:
+            return None
+        left, top, right, bottom = box
+        longest = max(right - left, bottom - top)
+        if longest <= room:
+            bitmap = np.frombuffer(bytes(mask), np.uint8).reshape(mask.size[::-1])
+            return bitmap[top:bottom, left:right]
+        text_size = min(text_size - 1, text_size * room // longest)
     return None
-
-
-def _ink(font: ImageFont.FreeTypeFont, character: str) -> UInt8[np.ndarray, "height width"] | None:
-    """Returns the smallest bitmap that holds all ink of a character, or None."""
-    mask: Any = font.getmask(character, mode="L")  # the stubs do not know that it has bytes
-    box = mask.getbbox()
-    if box is None:
-        return None
-    left, top, right, bottom = box
-    width, height = mask.size
-    return np.frombuffer(bytes(mask), np.uint8).reshape(height, width)[top:bottom, left:right]

@@ -19,7 +19,7 @@ from jaxtyping import Int
 
 from pols_jax.data import array_cache
 from pols_jax.data.augmentation import augment_glyphs
-from pols_jax.data.dataset import DEFAULT_MAX_BYTES, ArraySplit, Dataset, check_image_size, num_bytes
+from pols_jax.data.dataset import DEFAULT_MAX_BYTES, ArraySplit, Dataset, check_image_size
 from pols_jax.data.fonts import Face, characters_of, dejavu_paths, read_faces, render
 from pols_jax.errors import DataError
 
@@ -75,7 +75,7 @@ def load_glyphs(
     faces_of_split = _split_faces(read_faces(fonts or dejavu_paths()), patterns, is_dejavu=not fonts)
     used = [face for split in faces_of_split.values() for face in split]
     common = _common_characters(used, None if characters is None else parse_ranges(characters))
-    needed = num_bytes((len(used), len(common), image_size, image_size))
+    needed = len(used) * len(common) * image_size**2
     if needed > _MAX_BYTES:
         raise DataError(
             f"{len(common)} characters in {len(used)} faces at {image_size} pixels take {needed / 2**30:.0f} GiB of "
@@ -104,12 +104,12 @@ def load_glyphs(
         kept = _subset(len(code_points), max_classes)
         bitmaps, code_points = bitmaps[:, kept], code_points[kept]
 
-    splits, first = {}, 0
-    for split, split_faces in faces_of_split.items():
-        drawn = bitmaps[first : first + len(split_faces)]
-        first += len(split_faces)
-        labels = np.tile(np.arange(len(code_points), dtype=np.int32), len(split_faces))
+    splits = {}
+    ends = np.cumsum([len(split_faces) for split_faces in faces_of_split.values()])
+    for split, drawn in zip(faces_of_split, np.split(bitmaps, ends[:-1]), strict=True):
+        labels = np.tile(np.arange(len(code_points), dtype=np.int32), len(drawn))
         splits[split] = ArraySplit(images=drawn.reshape(-1, image_size, image_size, 1), labels=labels)
+    in_train = {image.tobytes() for image in splits["train"].images}
     return Dataset(
         name="glyphs",
         class_names=tuple(character_name(code_point) for code_point in code_points.tolist()),
@@ -120,8 +120,9 @@ def load_glyphs(
                 split: [face.name for face in split_faces] for split, split_faces in faces_of_split.items()
             },
             "split_rule": "by face: no face is in two splits",
-            "images_drawn_as_in_train": {
-                split: _count_drawn_as_in(splits["train"], splits[split]) for split in ("validation", "test")
+            "images_drawn_as_in_train": {  # faces of one family share some of their symbols
+                split: sum(image.tobytes() in in_train for image in splits[split].images)
+                for split in ("validation", "test")
             },
             "characters": characters or "all that every face has",
             "max_classes": max_classes,
@@ -133,12 +134,6 @@ def load_glyphs(
         augment=augment_glyphs,
         **splits,
     )
-
-
-def _count_drawn_as_in(train: ArraySplit, split: ArraySplit) -> int:
-    """Counts the images of a split that equal a training image: faces of one family share some of their symbols."""
-    seen = {image.tobytes() for image in train.images}
-    return sum(image.tobytes() in seen for image in split.images)
 
 
 def parse_ranges(text: str) -> frozenset[int]:

@@ -77,8 +77,7 @@ def decode_image(
     # the detail that it averages.
     enough = _DRAFT_FACTOR * max(height, width)
     with _named_errors(source, name):
-        data = source if isinstance(source, bytes) else read_bytes(source)
-        image = _open(data, "L" if channels == 1 else "RGB", enough, max_pixels)
+        image = _open(source, "L" if channels == 1 else "RGB", enough, max_pixels)
         # Pillow's bilinear filter widens when it shrinks a picture, so nothing is skipped.
         box = central_box(image.size, (width, height))
         resized = image.resize((width, height), Image.Resampling.BILINEAR, box=box)
@@ -102,8 +101,7 @@ def decode_thumbnail(
       ((75, 100, 3), (300, 400, 3))
     """
     with _named_errors(source):
-        data = source if isinstance(source, bytes) else read_bytes(source)
-        image = _open(data, "RGB", largest, max_pixels)
+        image = _open(source, "RGB", largest, max_pixels)
         image.thumbnail((largest, largest), Image.Resampling.BILINEAR)
         return np.asarray(image, np.uint8)
 
@@ -130,14 +128,18 @@ def _named_errors(source: str | Path | bytes, name: str | None = None) -> Iterat
     except Exception as error:  # Pillow and its plugins raise whatever a damaged file makes them stumble over
         if name is None:
             name = f"the image ({len(source)} bytes)" if isinstance(source, bytes) else str(source)
-        raise ImageError(f"{printable(name)} cannot be decoded: {_reason(error).rstrip('.')}.") from error
+        reason = printable(reason_of(error))
+        if isinstance(error, UnidentifiedImageError):
+            reason = f"it is not a picture in one of the formats {', '.join(IMAGE_FORMATS)}"
+        raise ImageError(f"{printable(name)} cannot be decoded: {reason.rstrip('.')}.") from error
 
 
-def _open(data: bytes, mode: str, enough: int, max_pixels: int | None = None) -> Image.Image:
+def _open(source: str | Path | bytes, mode: str, enough: int, max_pixels: int | None) -> Image.Image:
     """Opens a picture the right way up, in gray ("L") or in color ("RGB"); the one place where files meet Pillow.
 
     A JPEG is shrunk to a half, a quarter or an eighth while it is decoded, as far as its sides stay long enough.
     """
+    data = source if isinstance(source, bytes) else read_bytes(source)
     silence_pillow()
     with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
         if max_pixels is not None and image.width * image.height > max_pixels:
@@ -166,10 +168,3 @@ def silence_pillow() -> None:
     # Not `catch_warnings`, which restores the wrong filters when threads use it at the same time.
     if tuple(warnings.filters[:1]) != (_SILENCE,):
         warnings.filterwarnings("ignore", module=_PILLOW)
-
-
-def _reason(error: Exception) -> str:
-    """Says in one line what Pillow or the system said."""
-    if isinstance(error, UnidentifiedImageError):
-        return "it is not a picture in one of the formats " + ", ".join(IMAGE_FORMATS)
-    return printable(reason_of(error))

@@ -7,7 +7,6 @@ alone, so any step can be the first one, and it does not matter which worker doe
 import atexit
 import collections
 import contextlib
-import dataclasses
 import functools
 import itertools
 import multiprocessing
@@ -32,6 +31,7 @@ _LAST_STEP = 2**31 - 1  # steps are int32 on the device
 _MAX_THREADS = 8
 
 T = TypeVar("T")
+_Read = Callable[[int], tuple[Batch, list[str]]]
 
 _streams: weakref.WeakSet[Generator[Batch]] = weakref.WeakSet()
 
@@ -72,7 +72,8 @@ def evaluation_batches(
             labels = np.where(rows.where, split.labels[rows.example], 0)
             yield Batch(images=images, labels=labels, where=rows.where)
     else:
-        for batch in _streamed(_BatchReader(split, plan), range(num_batches), num_workers):
+        read = functools.partial(_read_batch, split, plan, reads_padding=False)
+        for batch in _streamed(read, range(num_batches), num_workers):
             yield batch._replace(images=scale_pixels(np.asarray(batch.images)))
 
 
@@ -114,7 +115,7 @@ def stream_batches(
     """
     place = {"batch_size": batch_size, "process_index": process_index, "process_count": process_count}
     plan = functools.partial(step_rows, len(split), seed=seed, **place)
-    read = _BatchReader(split, plan, reads_padding=True)
+    read = functools.partial(_read_batch, split, plan, reads_padding=True)
     return _streamed(read, range(start_step, _LAST_STEP), num_workers)
 
 
@@ -161,62 +162,55 @@ def _rows_in_order(
     num_examples: int, batch: int, *, batch_size: int, process_index: int | Sequence[int], process_count: int
 ) -> StepRows:
     """Which examples a host reads for an evaluation batch; `step_rows` says it for a training step."""
-    row = host_rows(batch_size, process_index, process_count)
-    position = batch * batch_size + row
-    return StepRows(example=np.minimum(position, num_examples - 1), where=position < num_examples, row=row)
+    position = batch * batch_size + host_rows(batch_size, process_index, process_count)
+    return StepRows(example=np.minimum(position, num_examples - 1), where=position < num_examples)
 
 
-@dataclasses.dataclass(frozen=True)
-class _BatchReader:
+def _read_batch(
+    split: StreamSplit, plan: Callable[[int], StepRows], step: int, *, reads_padding: bool
+) -> tuple[Batch, list[str]]:
     """Reads and decodes one host's rows of the batch with a given number; and says what could not be decoded.
 
-    Pixels stay uint8: they are four times smaller to send.
+    Pixels stay uint8: they are four times smaller to send. Batch statistics look at padding in training; in evaluation
+    nothing does, and it is not read.
     """
-
-    split: StreamSplit
-    plan: Callable[[int], StepRows]
-    reads_padding: bool = False  # batch statistics look at padding in training; in evaluation nothing does
-
-    def __call__(self, step: int) -> tuple[Batch, list[str]]:
-        rows = self.plan(step)
-        images = np.zeros((len(rows.row), *self.split.image_shape), np.uint8)
-        labels, where, broken = np.zeros(len(rows.row), np.int32), rows.where.copy(), []
-        for i, example in enumerate(rows.example.tolist()):
-            if not where[i] and not self.reads_padding:
-                continue
-            source, labels[i] = self.split.records[example]
-            try:
-                images[i] = decode_image(source, self.split.image_shape)
-            except ImageError as error:
-                where[i] = False
-                broken.append(f"Record {example}: {error}")
-        return Batch(images, labels, where), broken
+    rows = plan(step)
+    images = np.zeros((len(rows.where), *split.image_shape), np.uint8)
+    labels, where, broken = np.zeros(len(rows.where), np.int32), rows.where.copy(), []
+    for i, example in enumerate(rows.example.tolist()):
+        if not where[i] and not reads_padding:
+            continue
+        source, labels[i] = split.records[example]
+        try:
+            images[i] = decode_image(source, split.image_shape)
+        except ImageError as error:
+            where[i] = False
+            broken.append(f"Record {example}: {error}")
+    return Batch(images, labels, where), broken
 
 
 def _prepare_worker(worker_index: int, worker_count: int) -> None:
-    """Ties a worker's life to the main process."""
-    del worker_index, worker_count
+    """Ties a worker's life to the main process; grain's workers would wait for one that is gone forever."""
+
+    def exit_with_main_process() -> None:
+        main_process = multiprocessing.parent_process()
+        if main_process is not None:
+            main_process.join()
+            os._exit(1)
+
     # Ctrl-C and a terminal that closes reach every process: leave it to the main process, which stops the workers.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_main_process, daemon=True).start()
+    threading.Thread(target=exit_with_main_process, daemon=True).start()
 
 
-def _exit_with_main_process() -> None:
-    """Ends this process when the main one is gone; grain's workers would wait for it forever."""
-    main_process = multiprocessing.parent_process()
-    if main_process is not None:
-        main_process.join()
-        os._exit(1)
-
-
-def _streamed(read: _BatchReader, steps: range, num_workers: int) -> Iterator[Batch]:
+def _streamed(read: _Read, steps: range, num_workers: int) -> Iterator[Batch]:
     stream = _stream(read, steps, num_workers)
     _streams.add(stream)
     return stream
 
 
-def _stream(read: _BatchReader, steps: range, num_workers: int) -> Generator[Batch]:
+def _stream(read: _Read, steps: range, num_workers: int) -> Generator[Batch]:
     import grain  # here, because batches of arrays in memory need neither
     from absl import flags
 
@@ -233,8 +227,10 @@ def _stream(read: _BatchReader, steps: range, num_workers: int) -> Generator[Bat
     reported: set[str] = set()
     source: Any = iter(batches)
     try:
-        # Arrays of a worker are copied out of the memory that it shares, and dropped: JAX may keep a batch for long.
-        for batch, broken in map(_copied, source) if num_workers else source:
+        for batch, broken in source:
+            if num_workers:
+                # Copied out of the memory that a worker shares, which is dropped: JAX may keep a batch for long.
+                batch = Batch(*map(np.array, batch))
             for message in set(broken) - reported:
                 reported.add(message)
                 warnings.warn(f"{message} It is masked ({len(reported)} so far).", DataWarning, stacklevel=2)
@@ -248,11 +244,6 @@ def _stream(read: _BatchReader, steps: range, num_workers: int) -> Generator[Bat
         raise
     finally:
         source.close()
-
-
-def _copied(element: tuple[Batch, list[str]]) -> tuple[Batch, list[str]]:
-    batch, broken = element
-    return Batch(*map(np.array, batch)), broken
 
 
 def _close(streams: Iterable[Generator[Batch]]) -> None:

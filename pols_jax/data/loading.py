@@ -11,9 +11,6 @@ from pols_jax import data
 from pols_jax.data.dataset import Dataset
 from pols_jax.errors import DataError, printable
 
-_FOLDER_PREFIX = "folder:"
-_SYNTHETIC_PREFIX = "synthetic:"
-
 
 def load(name: str, **options: Any) -> Dataset:
     """Loads a data set.
@@ -39,10 +36,10 @@ def load(name: str, **options: Any) -> Dataset:
 def _loader(name: str, data_dir: Any) -> Callable[..., Dataset]:
     if name == "glyphs":
         return data.load_glyphs
-    if name.startswith(_FOLDER_PREFIX):
-        return functools.partial(data.load_folder, name.removeprefix(_FOLDER_PREFIX))
-    if name.startswith(_SYNTHETIC_PREFIX):
-        return functools.partial(data.load_synthetic, name.removeprefix(_SYNTHETIC_PREFIX))
+    if name.startswith("folder:"):
+        return functools.partial(data.load_folder, name.removeprefix("folder:"))
+    if name.startswith("synthetic:"):
+        return functools.partial(data.load_synthetic, name.removeprefix("synthetic:"))
     from pols_jax.data import tfds_sets  # here, because glyphs and folders are had without it
 
     known_names = tfds_sets.known_names()

@@ -138,12 +138,10 @@ class StepRows(NamedTuple):
     Attributes:
       example: Indices of the examples, shape ``[rows]``.
       where: False for rows that pad the last batch of an epoch, shape ``[rows]``.
-      row: Position of each example in the global batch, shape ``[rows]``.
     """
 
     example: Int[np.ndarray, "rows"]
     where: Bool[np.ndarray, "rows"]
-    row: Int[np.ndarray, "rows"]
 
 
 def step_rows(
@@ -162,7 +160,6 @@ def step_rows(
       array([ True,  True, False, False])
     """
     epoch, step_in_epoch = divmod(step, steps_per_epoch(num_examples, batch_size))
-    row = host_rows(batch_size, process_index, process_count)
-    position = step_in_epoch * batch_size + row
+    position = step_in_epoch * batch_size + host_rows(batch_size, process_index, process_count)
     example = permutation.epoch_order_on_host(position % num_examples, num_examples, seed=seed, epoch=epoch)
-    return StepRows(example=example, where=position < num_examples, row=row)
+    return StepRows(example=example, where=position < num_examples)

@@ -5,6 +5,7 @@ once, and the arrays kept as .npy beside the prepared data; larger ones are stre
 """
 
 import importlib.util
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,21 +17,14 @@ from tensorflow_datasets.core import constants as tfds_constants
 
 from pols_jax.data import array_cache
 from pols_jax.data.augmentation import augment_glyphs
-from pols_jax.data.dataset import (
-    DEFAULT_MAX_BYTES,
-    ArraySplit,
-    Dataset,
-    StreamSplit,
-    check_image_size,
-    num_bytes,
-)
+from pols_jax.data.dataset import DEFAULT_MAX_BYTES, ArraySplit, Dataset, StreamSplit, check_image_size
 from pols_jax.data.images import decode_image
 from pols_jax.data.reporting import counted
 from pols_jax.errors import DataError
 
 _DEFAULT_SIZE = 224  # for sets whose images differ in size
 _OMNIGLOT_SIZE = 28
-_OMNIGLOT_DRAWINGS = {"train": 15, "validation": 2, "test": 3}  # of the 20 of each character
+_OMNIGLOT_DRAWINGS = {"train": (0, 15), "validation": (15, 17), "test": (17, 20)}  # of each character
 _READ_AHEAD = 1000  # records
 _UNLABELED_TEST = ("imagenet2012",)
 
@@ -118,7 +112,7 @@ def load_tfds(
     rule, parts = _split_rule(name, sizes)
     records = {split: _Records(builder, image_key, label_key, *part) for split, part in parts.items()}
     provenance["split_rule"] = rule
-    if num_bytes((sum(map(len, records.values())), *image_shape)) > max_bytes:
+    if sum(map(len, records.values())) * math.prod(image_shape) > max_bytes:
         splits = {split: StreamSplit(part, image_shape) for split, part in records.items()}
         provenance["fingerprint"] = _info_hash(directory)
     else:
@@ -228,57 +222,46 @@ def _info_hash(directory: Path) -> str:
     return array_cache.fingerprint([texts, [(path.name, path.stat().st_size) for path in files]])
 
 
-def _cached_decoding(directory: Path, settings: Any, make) -> array_cache.Arrays:
-    entry = f"{directory.parent.name}-{array_cache.fingerprint([1, _info_hash(directory), settings])}"
-    # Beside the prepared data, so that others profit too; for the user alone where that is read-only.
-    return array_cache.cached_arrays(entry, make, [directory / "pols_jax", array_cache.user_cache_dir()])
-
-
 def _decoded_splits(
     directory: Path, records: dict[str, _Records], image_shape: tuple[int, int, int]
 ) -> dict[str, ArraySplit]:
     def decode() -> array_cache.Arrays:
         arrays = {}
         for split, part in records.items():
-            arrays[f"{split}_images"], arrays[f"{split}_labels"] = _decode_all(part, image_shape)
+            images, labels = np.empty((len(part), *image_shape), np.uint8), np.empty(len(part), np.int32)
+            for i, (source, label) in enumerate(counted(part, "Decoding", len(part))):
+                images[i], labels[i] = decode_image(source, image_shape, name=f"Record {i}"), label
+            arrays |= {f"{split}_images": images, f"{split}_labels": labels}
         return arrays
 
-    arrays = _cached_decoding(directory, [image_shape, [len(part) for part in records.values()]], decode)
+    settings = [image_shape, [len(part) for part in records.values()]]
+    entry = f"{directory.parent.name}-{array_cache.fingerprint([1, _info_hash(directory), settings])}"
+    # Beside the prepared data, so that others profit too; for the user alone where that is read-only.
+    directories = [directory / "pols_jax", array_cache.user_cache_dir()]
+    arrays = array_cache.cached_arrays(entry, decode, directories)
     return {split: ArraySplit(arrays[f"{split}_images"], arrays[f"{split}_labels"]) for split in records}
-
-
-def _decode_all(records: Sequence, image_shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-    images, labels = np.empty((len(records), *image_shape), np.uint8), np.empty(len(records), np.int32)
-    for i, (source, label) in enumerate(counted(records, "Decoding", len(records))):
-        images[i], labels[i] = decode_image(source, image_shape, name=f"Record {i}"), label
-    return images, labels
 
 
 def _load_omniglot(
     directory: Path, builder: Any, image_shape: tuple[int, int, int], provenance: dict[str, Any]
 ) -> Dataset:
     """Pools tfds's splits, which hold different alphabets, and splits the drawings of every character instead."""
-
-    def decode() -> array_cache.Arrays:
-        parts = [
-            _decode_all(_Records(builder, "image", "label", split, 0, info.num_examples), image_shape)
-            for split, info in builder.info.splits.items()
-            if split in ("train", "test")  # the others repeat parts of these
-        ]
-        images, labels = map(np.concatenate, zip(*parts, strict=True))
-        return {"images": images, "labels": labels}
-
-    pooled = _cached_decoding(directory, [image_shape, "pooled"], decode)
-    images, labels = pooled["images"], pooled["labels"]
+    records = {
+        split: _Records(builder, "image", "label", split, 0, info.num_examples)
+        for split, info in builder.info.splits.items()
+        if split in ("train", "test")  # the others repeat parts of these
+    }
+    decoded = _decoded_splits(directory, records, image_shape).values()
+    images = np.concatenate([split.images for split in decoded])
+    labels = np.concatenate([split.labels for split in decoded])
     order = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[order], labels[order])
     rank = np.empty(len(labels), np.int64)
     rank[order] = np.arange(len(labels)) - starts  # this is the rank-th drawing of its character
-    splits, first = {}, 0
-    for split, count in _OMNIGLOT_DRAWINGS.items():
-        chosen = (rank >= first) & (rank < first + count)
+    splits = {}
+    for split, (first, stop) in _OMNIGLOT_DRAWINGS.items():
+        chosen = (first <= rank) & (rank < stop)
         splits[split] = ArraySplit(images[chosen], labels[chosen])
-        first += count
     rule = "of each character's drawings, in the order of tfds, the first 15 train, 2 validate, 3 test"
     return Dataset(
         name="omniglot",

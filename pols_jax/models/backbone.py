@@ -1,5 +1,7 @@
 """What all backbones share: their options, their input check, and the layer "linear, batch norm, ReLU"."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -52,15 +54,35 @@ class Backbone(nn.Module):
         """The smallest height and width of images that the network can be trained on."""
         return 1
 
-    def prepared(self, images: Images, *, smallest: int = 1) -> Images:
+    @property
+    def conv_norm(self) -> Callable[..., "ConvNorm"]:
+        """Makes layers with this network's options; the arguments are the other attributes of `ConvNorm`."""
+        return functools.partial(
+            ConvNorm, axis_name=self.axis_name, dtype=self.dtype, convolution=self.convolution
+        )
+
+    def prepared(self, images: Images, *, smallest: int | None = None) -> Images:
         """Checks images in [-1, 1], and gives the pixels that the first layer takes.
 
         They are not folded into that layer: it pads with zeros, and those mean ImageNet's mean to a published network.
 
+        Args:
+          images: Images, shape ``[m, h, w, c]``.
+          smallest: The least height and width; by default `smallest_image`.
+
         Raises:
+          TypeError: if the images are not floating-point numbers.
           ValueError: if the shape is wrong, or ImageNet's pixels are asked for and the images are not in color.
         """
-        check_images(images, smallest=smallest)
+        smallest = self.smallest_image if smallest is None else smallest
+        if images.ndim != 4:
+            raise ValueError(f"images must have shape [m, h, w, c], got shape {images.shape}.")
+        if not jnp.issubdtype(images.dtype, jnp.floating):
+            raise TypeError(f"images must be floating-point numbers, got {images.dtype}: scale them first.")
+        if min(images.shape[1:3]) < smallest:
+            raise ValueError(
+                f"images must be at least {smallest} pixels high and wide for this network, got shape {images.shape}."
+            )
         if self.pixels == "symmetric":
             return images
         if images.shape[-1] != 3:
@@ -80,25 +102,6 @@ def scaled(units: int, width: float) -> int:
       125
     """
     return max(1, round(units * width))
-
-
-def check_images(images: Images, *, smallest: int = 1) -> None:
-    """Raises unless ``images`` are floating-point numbers of shape ``[m, h, w, c]``, h and w at least ``smallest``.
-
-    Examples:
-      >>> check_images(jnp.zeros((2, 28, 28, 1)))
-      >>> check_images(jnp.zeros((2, 28, 28, 1)), smallest=32)
-      Traceback (most recent call last):
-      ValueError: images must be at least 32 pixels high and wide for this network, got shape (2, 28, 28, 1).
-    """
-    if images.ndim != 4:
-        raise ValueError(f"images must have shape [m, h, w, c], got shape {images.shape}.")
-    if not jnp.issubdtype(images.dtype, jnp.floating):
-        raise TypeError(f"images must be floating-point numbers, got {images.dtype}: scale them first.")
-    if min(images.shape[1:3]) < smallest:
-        raise ValueError(
-            f"images must be at least {smallest} pixels high and wide for this network, got shape {images.shape}."
-        )
 
 
 class AsFeatures(Backbone):

@@ -35,34 +35,16 @@ class AlexNet(Backbone):
     @nn.compact
     def __call__(self, images: Images, *, train: bool = False, where: Where = None) -> Features:
         """Maps images ``[m, h, w, c]`` to features ``[m, 4096 * width]``; no layer mixes examples or needs ``where``."""
-        images = self.prepared(images, smallest=self.smallest_image)
-
-        def conv(x, index, channels, size, stride, padding):
-            layer = Conv(
-                scaled(channels, self.width),
-                (size, size),
-                stride,
-                padding,
-                kernel_init=kernel_init,
-                dtype=self.dtype,
-                form=self.convolution,
-                name=f"conv{index}",
-            )
-            return nn.relu(layer(x))
-
-        def pool(x):
-            return max_pool(x, size=3, stride=2)
-
-        x = pool(conv(images, 1, 64, size=11, stride=4, padding=2))
-        x = pool(conv(x, 2, 192, size=5, stride=1, padding=2))
-        x = conv(x, 3, 384, size=3, stride=1, padding=1)
-        x = conv(x, 4, 256, size=3, stride=1, padding=1)
-        x = pool(conv(x, 5, 256, size=3, stride=1, padding=1))
+        x = self.prepared(images)
+        layers = ((64, 11, 4, 2), (192, 5, 1, 2), (384, 3, 1, 1), (256, 3, 1, 1), (256, 3, 1, 1))
+        for index, (channels, size, stride, padding) in enumerate(layers, start=1):
+            x = nn.relu(_conv(self, f"conv{index}", channels, size, stride, padding)(x))
+            if index in (1, 2, 5):
+                x = max_pool(x, size=3, stride=2)
         x = x.reshape((x.shape[0], -1))
         for index in (1, 2):
             x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
-            x = _dense(self, index)(x)
-            x = nn.relu(x)
+            x = nn.relu(_dense(self, index)(x))
         return x
 
 
@@ -96,20 +78,23 @@ class VGG(Backbone):
     @nn.compact
     def __call__(self, images: Images, *, train: bool = False, where: Where = None) -> Features:
         """Maps images ``[m, h, w, c]`` to features ``[m, 4096 * width]``; no layer mixes examples or needs ``where``."""
-        images = self.prepared(images, smallest=self.smallest_image)
-        x = images
+        x = self.prepared(images)
         for stage, size in enumerate(self.stage_sizes, start=1):
-            channels = scaled(min(64 * 2 ** (stage - 1), 512), self.width)
+            channels = min(64 * 2 ** (stage - 1), 512)
             for index in range(1, size + 1):
-                name = f"conv{stage}_{index}"
-                shared = {"kernel_init": kernel_init, "dtype": self.dtype, "form": self.convolution}
-                x = nn.relu(Conv(channels, (3, 3), name=name, **shared)(x))
+                x = nn.relu(_conv(self, f"conv{stage}_{index}", channels, size=3, stride=1, padding=1)(x))
             x = max_pool(x, size=2, stride=2)
         x = x.reshape((x.shape[0], -1))
         for index in (1, 2):
             x = nn.relu(_dense(self, index)(x))
             x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
         return x
+
+
+def _conv(backbone, name, channels, size, stride, padding):
+    """Returns a convolution of either network; call it inside the backbone."""
+    options = {"kernel_init": kernel_init, "dtype": backbone.dtype, "form": backbone.convolution}
+    return Conv(scaled(channels, backbone.width), (size, size), stride, padding, name=name, **options)
 
 
 def _dense(backbone, index):

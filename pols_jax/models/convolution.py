@@ -87,6 +87,7 @@ class Conv(nn.Module):
         return y if bias is None else y + bias.reshape(1, 1, 1, -1)
 
 
+@functools.partial(jax.jit, static_argnames=("stride", "padding", "form"))
 def convolve(
     x: Images,
     kernel: Kernel,
@@ -119,7 +120,10 @@ def convolve(
     else:
         both = (stride, stride)
         pads = tuple(lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], both, padding))
-    return _convolve(x, kernel, stride, pads, form)
+    # In a program that is exported for any batch, the number of images, which the choice depends on, is not known.
+    if form == "xla" or not isinstance(x.shape[0], int):
+        return _xla(x, kernel, stride=stride, pads=pads)
+    return _differentiable(x, kernel, stride, pads, form)
 
 
 def choose_form(
@@ -160,14 +164,6 @@ def choose_form(
         (True, "im2col"),
     )
     return next(form for fits, form in table if fits)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _convolve(x, kernel, stride, pads, form):
-    # In a program that is exported for any batch, the number of images, which the choice depends on, is not known.
-    if form == "xla" or not isinstance(x.shape[0], int):
-        return _xla(x, kernel, stride=stride, pads=pads)
-    return _differentiable(x, kernel, stride, pads, form)
 
 
 # Forward and backward choose the platform each for themselves: a choice that JAX differentiates would keep what either program

@@ -1,15 +1,14 @@
 """Inception-v3, with the auxiliary classifier of its training recipe as an option."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pols_jax.models.backbone import Backbone, ConvNorm, Features, Images, Where, scaled
-from pols_jax.models.batch_norm import AxisName
-from pols_jax.models.convolution import Choice
 from pols_jax.models.pooling import average_pool, max_pool
 
 # The published network's own value; other networks here use 1e-5.
@@ -57,27 +56,14 @@ class InceptionV3(Backbone):
         The latter are None without ``auxiliary``, and in evaluation.
         """
         branch_off = self.auxiliary and (train or self.is_initializing())
-        images = self.prepared(images, smallest=self.smallest_image if branch_off else 75)
+        x = self.prepared(images, smallest=None if branch_off else 75)
+        conv_norm = functools.partial(self.conv_norm, epsilon=EPSILON)
 
         def conv(x, name, features, size, stride=1, padding: Literal["SAME", "VALID"] = "VALID"):
-            layer = ConvNorm(
-                scaled(features, self.width),
-                (size, size),
-                stride,
-                padding,
-                epsilon=EPSILON,
-                axis_name=self.axis_name,
-                dtype=self.dtype,
-                convolution=self.convolution,
-                name=name,
-            )
+            layer = conv_norm(scaled(features, self.width), (size, size), stride, padding, name=name)
             return layer(x, train=train, where=where)
 
-        def mixed(x, name, branches):
-            block = _Mixed(branches, self.width, self.axis_name, self.dtype, self.convolution, name=name)
-            return block(x, train=train, where=where)
-
-        x = conv(images, "stem1", 32, 3, stride=2)
+        x = conv(x, "stem1", 32, 3, stride=2)
         x = conv(x, "stem2", 32, 3)
         x = conv(x, "stem3", 64, 3, padding="SAME")
         x = three_largest(x)
@@ -92,19 +78,14 @@ class InceptionV3(Backbone):
                 side = conv(side, "auxiliary1", 128, 1)
                 side = conv(side, "auxiliary2", 768, 5)
                 auxiliary_features = jnp.mean(side, axis=(1, 2))
-            x = mixed(x, name, branches)
+            x = _Mixed(conv_norm, branches, self.width, name=name)(x, train=train, where=where)
         features = jnp.mean(x, axis=(1, 2))
         features = nn.Dropout(self.dropout_rate, deterministic=not train)(features)
         return features, auxiliary_features
 
 
 class ConvStep(NamedTuple):
-    """A convolution in a branch, padded to keep the image's size; with stride 2 it is not padded.
-
-    Examples:
-      >>> ConvStep(64).kernel_size
-      (1, 1)
-    """
+    """A convolution in a branch, padded to keep the image's size; with stride 2 it is not padded."""
 
     features: int
     kernel_size: tuple[int, int] = (1, 1)
@@ -112,12 +93,7 @@ class ConvStep(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """The end of a branch: two convolutions of the same input, side by side.
-
-    Examples:
-      >>> Fork(ConvStep(8, (1, 3)), ConvStep(8, (3, 1))).left.kernel_size
-      (1, 3)
-    """
+    """The end of a branch: two convolutions of the same input, side by side."""
 
     left: ConvStep
     right: ConvStep
@@ -149,26 +125,15 @@ def three_largest(x):
 class _Mixed(nn.Module):
     """Parallel branches whose outputs are put together along the channels."""
 
+    conv_norm: Callable[..., ConvNorm]
     branches: tuple[Branch, ...]
     width: float
-    axis_name: AxisName | None = None
-    dtype: Any = None
-    convolution: Choice = "auto"
 
     @nn.compact
     def __call__(self, x, *, train, where):
         def conv(x, step, name):
-            layer = ConvNorm(
-                scaled(step.features, self.width),
-                step.kernel_size,
-                step.stride,
-                padding="SAME" if step.stride == 1 else "VALID",
-                epsilon=EPSILON,
-                axis_name=self.axis_name,
-                dtype=self.dtype,
-                convolution=self.convolution,
-                name=name,
-            )
+            features, padding = scaled(step.features, self.width), "SAME" if step.stride == 1 else "VALID"
+            layer = self.conv_norm(features, step.kernel_size, step.stride, padding, name=name)
             return layer(x, train=train, where=where)
 
         outputs = []
@@ -179,9 +144,8 @@ class _Mixed(nn.Module):
                 if isinstance(step, ConvStep):
                     y = conv(y, step, name)
                 elif isinstance(step, Fork):
-                    y = jnp.concatenate(
-                        [conv(y, step.left, f"{name}a"), conv(y, step.right, f"{name}b")], axis=-1
-                    )
+                    sides = [conv(y, step.left, f"{name}a"), conv(y, step.right, f"{name}b")]
+                    y = jnp.concatenate(sides, axis=-1)
                 else:
                     y = step(y)
             outputs.append(y)

@@ -18,6 +18,7 @@ Images = Float[Array, "batch height width channels"]
 Padding = Literal["SAME", "VALID"] | int
 
 
+@functools.partial(jax.jit, static_argnames=("size", "stride", "padding"))
 def max_pool(x: Images, *, size: int, stride: int, padding: Padding = "VALID") -> Images:
     """Takes the largest value of every window.
 
@@ -36,9 +37,10 @@ def max_pool(x: Images, *, size: int, stride: int, padding: Padding = "VALID") -
       >>> max_pool(jnp.arange(16.0).reshape(1, 4, 4, 1), size=3, stride=2, padding="SAME")[0, :, :, 0].tolist()
       [[10.0, 11.0], [14.0, 15.0]]
     """
-    return _max_pool(x, size, stride, _pads(x, size, stride, padding))
+    return _maximum(x, size, stride, _pads(x, size, stride, padding))
 
 
+@functools.partial(jax.jit, static_argnames=("size", "stride", "padding"))
 def average_pool(x: Images, *, size: int, stride: int, padding: Padding = "VALID") -> Images:
     """Averages every window; the zeros of the padding count, as in torchvision. The arguments are those of `max_pool`.
 
@@ -46,12 +48,15 @@ def average_pool(x: Images, *, size: int, stride: int, padding: Padding = "VALID
       >>> average_pool(9.0 * jnp.ones((1, 3, 3, 1)), size=3, stride=2, padding=1).ravel().tolist()
       [4.0, 4.0, 4.0, 4.0]
     """
-    return _average_pool(x, size, stride, _pads(x, size, stride, padding))
+    pads = _pads(x, size, stride, padding)
 
+    def windows(x):
+        return nn.pool(x, 0.0, lax.add, (size, size), (stride, stride), pads)
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _max_pool(x, size, stride, pads):
-    return _maximum(x, size, stride, pads)
+    def slices(x):
+        return functools.reduce(jnp.add, _slices(x, size, stride, pads, 0.0))
+
+    return lax.platform_dependent(x, cpu=slices, default=windows) / size**2
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -109,17 +114,6 @@ def _add_slices(parts, shape, size, stride, pads):
     rows = [jnp.stack([plane((a, b)) for b in range(stride)], axis=3) for a in range(stride)]
     whole = jnp.stack(rows, axis=2).reshape(shape[0], *(n * stride for n in squares), channels)
     return whole[:, before[0] : before[0] + shape[1], before[1] : before[1] + shape[2]]
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _average_pool(x, size, stride, pads):
-    def windows(x):
-        return nn.pool(x, 0.0, lax.add, (size, size), (stride, stride), pads)
-
-    def slices(x):
-        return functools.reduce(jnp.add, _slices(x, size, stride, pads, 0.0))
-
-    return lax.platform_dependent(x, cpu=slices, default=windows) / size**2
 
 
 def _pads(x, size, stride, padding):

@@ -141,9 +141,8 @@ def _forward(x, kernel, stride, pads, form):
 
 def _backward(stride, pads, form, residuals, dy):
     x, kernel = residuals
-    return _input_gradient(x, kernel, stride, pads, form, dy), _kernel_gradient(
-        x, kernel, stride, pads, form, dy
-    )
+    dx = _input_gradient(x, kernel, stride, pads, form, dy)
+    return dx, _kernel_gradient(x, kernel, stride, pads, form, dy)
 
 
 convolve_by_products.defvjp(_forward, _backward)
@@ -290,17 +289,14 @@ def _winograd(x, *, kernel, stride):
     ends = np.cumsum([len(some) * kernel.shape[2] for some in parts])
     maps = {}
     for at, some, rows in zip(positions, parts, jnp.split(taps, ends[:-1]), strict=True):
-        sums = [_weighted([part[axis].pixels for axis in (0, 1)], pixels) for part in some]
+        sums = [_weighted([side.pixels for side in part], pixels) for part in some]
         tiled = sums[0] if len(some) == 1 else jnp.concatenate(sums, axis=-1)
         maps[at] = (tiled.reshape(-1, tiled.shape[-1]) @ rows).reshape(len(x), *tiles, features)
     corners = [
-        [
-            _weighted([axes[0].outputs[a], axes[1].outputs[b]], maps.__getitem__)
-            for b in range(len(axes[1].outputs))
-        ]
-        for a in range(len(axes[0].outputs))
+        jnp.stack([_weighted([tall, wide], maps.__getitem__) for wide in axes[1].outputs], axis=3)
+        for tall in axes[0].outputs
     ]
-    y = jnp.stack([jnp.stack(row, axis=3) for row in corners], axis=2)
+    y = jnp.stack(corners, axis=2)
     y = y.reshape(len(x), *(n * len(axis.outputs) for n, axis in zip(tiles, axes, strict=True)), features)
     return y[:, : sizes[0], : sizes[1]]
 

@@ -1,13 +1,11 @@
 """ResNet-50 and ResNet-101, with the stride on the 3x3 convolution (the variant called v1.5)."""
 
-from typing import Any
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax.numpy as jnp
 
 from pols_jax.models.backbone import Backbone, ConvNorm, Features, Images, Where, scaled
-from pols_jax.models.batch_norm import AxisName
-from pols_jax.models.convolution import Choice
 from pols_jax.models.pooling import max_pool
 
 
@@ -30,16 +28,14 @@ class ResNet(Backbone):
     @nn.compact
     def __call__(self, images: Images, *, train: bool = False, where: Where = None) -> Features:
         """Maps images ``[m, h, w, c]`` to features ``[m, 2048 * width]`` (four stages)."""
-        images = self.prepared(images)
-        shared = {"axis_name": self.axis_name, "dtype": self.dtype, "convolution": self.convolution}
-        stem = ConvNorm(scaled(64, self.width), (7, 7), stride=2, padding=3, name="stem", **shared)
-        x = stem(images, train=train, where=where)
+        stem = self.conv_norm(scaled(64, self.width), (7, 7), stride=2, padding=3, name="stem")
+        x = stem(self.prepared(images), train=train, where=where)
         x = max_pool(x, size=3, stride=2, padding=1)
         for stage, size in enumerate(self.stage_sizes, start=1):
             channels = scaled(64 * 2 ** (stage - 1), self.width)
             for index in range(1, size + 1):
                 stride = 2 if stage > 1 and index == 1 else 1
-                block = _Bottleneck(channels, stride, name=f"stage{stage}_block{index}", **shared)
+                block = _Bottleneck(self.conv_norm, channels, stride, name=f"stage{stage}_block{index}")
                 x = block(x, train=train, where=where)
         return jnp.mean(x, axis=(1, 2))
 
@@ -47,23 +43,20 @@ class ResNet(Backbone):
 class _Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions to four times ``channels``, added to the input or to a projection of it."""
 
+    conv_norm: Callable[..., ConvNorm]
     channels: int
     stride: int
-    axis_name: AxisName | None = None
-    dtype: Any = None
-    convolution: Choice = "auto"
 
     @nn.compact
     def __call__(self, x, *, train, where):
-        def conv(name, features, size, stride=1, relu=True):
-            padding = size // 2
-            shared = {"axis_name": self.axis_name, "dtype": self.dtype, "convolution": self.convolution}
-            return ConvNorm(features, (size, size), stride, padding, relu, name=name, **shared)
+        def conv(x, name, features, size, stride=1, relu=True):
+            layer = self.conv_norm(features, (size, size), stride, size // 2, relu, name=name)
+            return layer(x, train=train, where=where)
 
         wide = 4 * self.channels
-        y = conv("conv1", self.channels, 1)(x, train=train, where=where)
-        y = conv("conv2", self.channels, 3, self.stride)(y, train=train, where=where)
-        y = conv("conv3", wide, 1, relu=False)(y, train=train, where=where)
+        y = conv(x, "conv1", self.channels, 1)
+        y = conv(y, "conv2", self.channels, 3, self.stride)
+        y = conv(y, "conv3", wide, 1, relu=False)
         if x.shape != y.shape:
-            x = conv("projection", wide, 1, self.stride, relu=False)(x, train=train, where=where)
+            x = conv(x, "projection", wide, 1, self.stride, relu=False)
         return nn.relu(x + y)

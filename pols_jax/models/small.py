@@ -2,15 +2,7 @@
 
 import flax.linen as nn
 
-from pols_jax.models.backbone import (
-    Backbone,
-    ConvNorm,
-    DenseNorm,
-    Features,
-    Images,
-    Where,
-    scaled,
-)
+from pols_jax.models.backbone import Backbone, DenseNorm, Features, Images, Where, scaled
 from pols_jax.models.pooling import max_pool
 
 
@@ -33,8 +25,7 @@ class MLP(Backbone):
     @nn.compact
     def __call__(self, images: Images, *, train: bool = False, where: Where = None) -> Features:
         """Maps images ``[m, h, w, c]`` to features ``[m, hidden_sizes[-1]]``."""
-        images = self.prepared(images)
-        x = images.reshape((images.shape[0], -1))
+        x = self.prepared(images).reshape((images.shape[0], -1))
         for index, size in enumerate(self.hidden_sizes, start=1):
             layer = DenseNorm(scaled(size, self.width), self.axis_name, self.dtype, name=f"layer{index}")
             x = layer(x, train=train, where=where)
@@ -60,15 +51,13 @@ class CNN(Backbone):
     @nn.compact
     def __call__(self, images: Images, *, train: bool = False, where: Where = None) -> Features:
         """Maps images ``[m, h, w, c]`` to features ``[m, 1024 * width]``."""
-        images = self.prepared(images)
-        shared = {"axis_name": self.axis_name, "dtype": self.dtype}
-        x = images
+        x = self.prepared(images)
         for stage, channels in enumerate((128, 256, 512)):
             for place, kernel_size in enumerate(((5, 5), (1, 1)), start=1):
                 name = f"conv{2 * stage + place}"
-                maps = scaled(channels, self.width)
-                layer = ConvNorm(maps, kernel_size, name=name, convolution=self.convolution, **shared)
+                layer = self.conv_norm(scaled(channels, self.width), kernel_size, name=name)
                 x = layer(x, train=train, where=where)
             x = max_pool(x, size=3, stride=2, padding="SAME")
         x = x.reshape((x.shape[0], -1))
-        return DenseNorm(scaled(1024, self.width), name="dense", **shared)(x, train=train, where=where)
+        dense = DenseNorm(scaled(1024, self.width), self.axis_name, self.dtype, name="dense")
+        return dense(x, train=train, where=where)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pols_jax.benchmarking import network_tables, speed_tables
+from pols_jax.benchmarking import speed_tables
 from pols_jax.benchmarking.records import Record
 from pols_jax.benchmarking.speed_tables import class_name, ratio, time_cell, times_cell
 from pols_jax.benchmarking.timing import Measurement
@@ -17,7 +17,7 @@ from pols_jax.tables import Column, Table, print_tables
 def tables_of(record: Record) -> list[Table]:
     """Makes the tables of any record of this project, finished or not."""
     makers = {
-        "convolutions": network_tables.convolution_tables,
+        "convolutions": convolution_tables,
         "large_k": large_k_tables,
         "large_k_training": large_k_training_tables,
         "head": head_tables,
@@ -27,6 +27,34 @@ def tables_of(record: Record) -> list[Table]:
         "search_index": search_index_tables,
     }
     return makers.get(record.benchmark, speed_tables.speed_tables)(record)
+
+
+def convolution_tables(record: Record) -> list[Table]:
+    """One table for each program; one row for every layer and batch size, one column for every form."""
+    forms = ("xla", "im2col", "winograd")
+
+    def fastest(m: Measurement) -> float | None:
+        found = [measured for form in forms if (measured := record.find(form, **m.case))]
+        return ratio(m, min(found, key=lambda measured: measured.median_ms, default=None))
+
+    columns = [
+        Column("layer", lambda m: m.case["layer"]),
+        Column("batch", lambda m: m.case["batch_size"]),
+        Column("the table's form, ms", time_cell),
+        *(
+            Column(f"{form}, ms", lambda m, form=form: time_cell(record.find(form, **m.case)))
+            for form in forms
+        ),
+        Column("the table's / fastest", fastest, "{:.2f}"),
+    ]
+    return [
+        Table.of(
+            f"One convolution, {program}",
+            columns,
+            [m for m in record.measurements if m.variant == "auto" and m.case["program"] == program],
+        )
+        for program in record.values("program")
+    ]
 
 
 def head_tables(record: Record) -> list[Table]:

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from pols_jax.benchmarking import logits_speed
-from pols_jax.benchmarking.logits_speed import NetworkBench, profile, run_logits
+from pols_jax.benchmarking.logits_speed import NetworkBench, run_logits
 from pols_jax.benchmarking.programs import check_programs, kernel_sized_arrays, wide_products
 from pols_jax.benchmarking.records import Record, Recorder
 from pols_jax.benchmarking.settings import LogitsSettings
+from pols_jax.benchmarking.timing import profile
 from pols_jax.errors import ProgramError
 from pols_jax.heads import all_logits, class_logits
 
@@ -181,5 +182,5 @@ def test_16_bit_networks_have_16_bit_kernels(dtype):
 
 
 def test_a_profile_is_a_trace_in_the_folder(tmp_path, variants):
-    profile(list(variants.values())[:2], tmp_path / "trace")
+    profile(list(variants.values())[:2], tmp_path, "trace")
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))

@@ -16,7 +16,7 @@ from pols_jax.data import (
     scale_pixels,
     steps_per_epoch,
 )
-from pols_jax.data.sampling import step_rows
+from pols_jax.data.sampling import host_rows, step_rows
 
 
 def make_split(num_examples, size=8):
@@ -156,7 +156,7 @@ def test_the_host_names_the_examples_that_the_device_draws():
         ]
         np.testing.assert_array_equal(np.concatenate([host.example for host in hosts]), expected.labels)
         np.testing.assert_array_equal(np.concatenate([host.where for host in hosts]), expected.where)
-        np.testing.assert_array_equal(np.concatenate([host.row for host in hosts]), np.arange(8))
+    np.testing.assert_array_equal(np.concatenate([host_rows(8, i, 2) for i in range(2)]), np.arange(8))
 
 
 def test_a_batch_that_does_not_split_evenly_is_refused():
