@@ -106,9 +106,8 @@ def measure(flags: Flags) -> None:
         return
     run_dirs = find_runs(flags.run_dirs)
     for run_dir in run_dirs:
-        run = Run.open(
-            run_dir, use=flags.use
-        )  # a run that cannot be used is found before the first one is measured
+        # A run that cannot be used is found before the first one is measured.
+        run = Run.open(run_dir, use=flags.use)
         if flags.figure_class is not None and flags.figure_class not in run.class_names:
             raise RunError(unknown_name(f"class of {run_dir}", flags.figure_class, run.class_names))
     options = {

@@ -235,14 +235,18 @@ class Counts(NamedTuple):
         return jnp.where(is_reached, thresholds, jnp.nan)
 
     @jax.jit
+    def measures(self) -> dict[str, Float[Array, " classes"]]:
+        """The three measures of the paper's tables, of each class."""
+        return {
+            "auprc": self.average_precision(),
+            "precision_at_0.9": self.precision_at_recall(0.9),
+            "precision_at_0.99": self.precision_at_recall(0.99),
+        }
+
+    @jax.jit
     def slc_metrics(self) -> dict[str, Array]:
         """See `slc_metrics` in this module."""
-        return {
-            "auprc": jnp.nanmean(self.average_precision()),
-            "precision_at_0.9": jnp.nanmean(self.precision_at_recall(0.9)),
-            "precision_at_0.99": jnp.nanmean(self.precision_at_recall(0.99)),
-            "num_classes": jnp.sum(self.class_sizes > 0),
-        }
+        return jax.tree.map(jnp.nanmean, self.measures()) | {"num_classes": jnp.sum(self.class_sizes > 0)}
 
 
 def _counts(scores, labels, compare: Callable = operator.ge) -> Counts:
