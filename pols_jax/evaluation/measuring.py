@@ -108,7 +108,8 @@ def evaluate(
         | {"--batch-size": batch_size, "the split": split, "the class of the figure": class_id}
         | {"the normalizer": score_id("", normalizer), "--figures": histograms}
     )
-    with _Evaluator(run, dataset, batch_size, block_size, quiet=quiet or not is_first_host) as evaluator:
+    with progress_bars(quiet=quiet or not is_first_host) as bars:
+        evaluator = _Evaluator(run, dataset, batch_size, block_size, bars)
         measured = evaluator.scored("validation")
         chosen = {kind: Thresholds.from_counts(evaluator.count(measured, kind)) for kind in kinds}
         if split != "validation":
@@ -220,20 +221,14 @@ class Measured(NamedTuple):
 class _Evaluator:
     """The parameters of a run, and a progress bar over what is done with them."""
 
-    def __init__(self, run: Run, dataset: Dataset, batch_size: int, block_size: int | None, *, quiet: bool):
+    def __init__(
+        self, run: Run, dataset: Dataset, batch_size: int, block_size: int | None, progress: Progress
+    ):
         self._run, self._dataset = run, dataset
         self._batch_size, self._block_size = fitting_batch(run.image_shape, most=batch_size), block_size
         self._variables = run.restore_backbone()
         self._share = run.class_share()
-        self._kernel, self._bias = run.own_head
-        self._progress = progress_bars(quiet=quiet)
-
-    def __enter__(self) -> "_Evaluator":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        self._progress.stop()
+        self._progress = progress
 
     def scored(self, split: str) -> Measured:
         """The features of a split with their output layer, and the first pass over the classes."""
@@ -245,8 +240,8 @@ class _Evaluator:
             )
         if not len(labels):
             raise RunError(f"The {split} split of {self._dataset.name} has no picture that can be decoded.")
-        head = self._kernel, self._bias
-        scored = ScoredSplit(features, labels, *head, block_size=self._block_size, share=self._share)
+        options = {"block_size": self._block_size, "share": self._share}
+        scored = ScoredSplit(features, labels, *self._run.own_head, **options)
         with self._task(f"{self._run.config.loss}: logits of {split}", scored.num_rounds) as advance:
             stats = scored.example_stats(advance=advance)
         return Measured(features, scored, stats, self._share)

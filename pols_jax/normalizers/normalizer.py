@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from pols_jax.class_shares import ClassShare
 from pols_jax.heads import all_logits
 from pols_jax.losses.checks import check_output_layer
-from pols_jax.losses.device_axes import explicit_axes, partitioned_by_xla
+from pols_jax.losses.device_axes import is_on_explicit_mesh, partitioned_by_xla
 from pols_jax.losses.linear_logits import LinearLogits
 from pols_jax.losses.linear_stats import LinearStats
 from pols_jax.losses.precision import accumulation_dtype
@@ -179,7 +179,7 @@ class Normalizer:
         if clusters is None or not clusters.kernel.shape[0]:
             log_sum = jax.nn.logsumexp(estimates, axis=-1)
             return log_sum, jnp.full_like(log_sum, -jnp.inf)
-        if not explicit_axes(clusters):
+        if not is_on_explicit_mesh(clusters):
             return _opened(clusters, features, estimates)
         arrays = (clusters, jnp.asarray(features), estimates)
         return partitioned_by_xla(_opened, arrays, out_spec=PartitionSpec())
@@ -229,7 +229,7 @@ def estimates(
     for start in range(0, len(features), _CHUNK):
         chunk = np.asarray(features[start : start + _CHUNK], np.float32)
         closed, own = jax.device_get(_log_sums(normalizer, chunk))
-        if share is not None and not share.is_alone:
+        if share is not None:
             own = np.logaddexp.reduce(share.gather(own), axis=0)
         parts.append(np.logaddexp(closed, own))
     return np.concatenate(parts)

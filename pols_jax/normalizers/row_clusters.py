@@ -11,23 +11,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from pols_jax.class_shares import ClassShare
-from pols_jax.losses.device_axes import explicit_axes, partitioned_by_xla
+from pols_jax.losses.device_axes import is_on_explicit_mesh, partitioned_by_xla
 
 # K-means looks at this many class rows per center; more change little.
 _ROWS_PER_CENTER = 64
 _KMEANS_ROUNDS = 10
 # Rows that are compared with the centers in one go.
 _CHUNK = 2048
-
-
-def with_ones(features: np.ndarray) -> Float[np.ndarray, "examples more"]:
-    """Features with one more that is always one, in double precision.
-
-    Examples:
-      >>> with_ones(np.array([[2.0, 3.0]], np.float32)).tolist()
-      [[2.0, 3.0, 1.0]]
-    """
-    return np.concatenate([features, np.ones((len(features), 1))], axis=1, dtype=np.float64)
 
 
 class RowClusters(NamedTuple):
@@ -67,9 +57,8 @@ def cluster_rows(
       True
     """
     rng = np.random.default_rng(seed)
-    sample = with_ones(
-        features[np.sort(rng.choice(len(features), min(len(features), 50_000), replace=False))]
-    )
+    some = np.sort(rng.choice(len(features), min(len(features), 50_000), replace=False))
+    sample = np.c_[features[some], np.ones(len(some))]
     moment = sample.T @ sample / len(sample)
     moment += 1e-6 * np.trace(moment) / len(moment) * np.eye(len(moment))
     metric = jnp.asarray(np.linalg.cholesky(moment), jnp.float32)
@@ -78,7 +67,7 @@ def cluster_rows(
     )
     if not share.is_alone:
         found = _clustered_together(kernel, bias, metric, jax.random.key(seed), num_clusters, share)
-    elif explicit_axes((kernel, bias)):
+    elif is_on_explicit_mesh((kernel, bias)):
         found = partitioned_by_xla(cluster, (kernel, bias), out_spec=PartitionSpec())
     else:
         found = cluster(kernel, bias)
