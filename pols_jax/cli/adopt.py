@@ -12,8 +12,6 @@ from pols_jax.cli.flags import Page, parse
 from pols_jax.cli.running import announce
 from pols_jax.errors import ConfigError, unknown_name
 
-__all__ = ["Flags", "main"]
-
 _ARRAYS = ("kernel", "bias", "features", "validation_features", "validation_labels", "names")
 
 

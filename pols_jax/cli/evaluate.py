@@ -88,9 +88,10 @@ def measure(flags: Flags) -> None:
     import jax
 
     from pols_jax.evaluation import slc_tables
-    from pols_jax.evaluation.adopting import Adopted, is_adopted, ladder_table
+    from pols_jax.evaluation.adopting import Adopted, ladder_table
     from pols_jax.evaluation.measuring import evaluate
     from pols_jax.tables import print_tables, to_markdown
+    from pols_jax.training.run_files import is_adopted
     from pols_jax.training.runs import Run, find_runs
 
     if any(map(is_adopted, flags.run_dirs)):

@@ -13,8 +13,6 @@ from pols_jax.cli.loading import said_by_loaders
 from pols_jax.cli.running import HostFlags, announce, draws_bars
 from pols_jax.errors import shell_word
 
-__all__ = ["Flags", "main"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Flags(HostFlags):
@@ -96,7 +94,7 @@ def fit(flags: Flags) -> None:
 
 def report(run_dir: Path, rungs: Sequence) -> str:
     """What the rungs of the ladder gave, a line each, and which one is kept."""
-    from pols_jax.evaluation.normalizing import rows_in_words
+    from pols_jax.training.run_normalizer import rows_in_words
 
     lines = [f"{run_dir}: 1-AUPRC of one logit, on the validation split"]
     for normalizer, auprc, _ in rungs:

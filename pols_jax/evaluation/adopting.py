@@ -13,7 +13,7 @@ from pathlib import Path
 from pols_jax import training
 from pols_jax.errors import CheckpointError, ConfigError, RunError
 from pols_jax.evaluation.foreign_heads import ForeignHead, Ladder, climb, no_thresholds
-from pols_jax.evaluation.normalizing import Rung, fit_progress, rows_in_words
+from pols_jax.evaluation.normalizing import Rung, fit_progress
 from pols_jax.files import check_new, check_space, new_directory, write_json
 from pols_jax.metrics.thresholds import DEFAULT_RULES, Thresholds
 from pols_jax.normalizers import Normalizer
@@ -21,17 +21,7 @@ from pols_jax.schema import decode, encode, read_record
 from pols_jax.tables import Column, Table
 from pols_jax.training.checkpoint_reading import HeadRows, StoredCheckpoint
 from pols_jax.training.run_files import is_adopted
-from pols_jax.training.run_normalizer import read_normalizer, score_id, write_normalizer
-
-__all__ = [
-    "Adopted",
-    "AdoptedInfo",
-    "Tried",
-    "adopt",
-    "is_adopted",
-    "ladder_table",
-    "refuse_adopted",
-]
+from pols_jax.training.run_normalizer import read_normalizer, rows_in_words, score_id, write_normalizer
 
 _ADVICE = "Adopt the network again with pols adopt."
 # An adopted network has one checkpoint, and it was trained for an unknown number of steps.

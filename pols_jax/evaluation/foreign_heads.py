@@ -23,8 +23,6 @@ from pols_jax.evaluation.normalizing import (
 from pols_jax.metrics.thresholds import Thresholds
 from pols_jax.normalizers import Normalizer
 
-__all__ = ["ForeignHead", "Ladder", "climb", "no_thresholds"]
-
 
 class ForeignHead(NamedTuple):
     """Arrays of a network that was trained elsewhere; `ForeignHead.checked` makes one.

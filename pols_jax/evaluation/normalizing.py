@@ -18,23 +18,8 @@ from pols_jax.metrics.exact import Counts
 from pols_jax.normalizers import Normalizer, fit_normalizer
 from pols_jax.training.features import split_features
 from pols_jax.training.hosts import check_same_settings, same_on_all_hosts
-from pols_jax.training.run_normalizer import normalizer_path, rows_in_words, write_normalizer
+from pols_jax.training.run_normalizer import normalizer_path, write_normalizer
 from pols_jax.training.runs import Run
-
-__all__ = [
-    "LADDER",
-    "Rung",
-    "check_rows",
-    "choose_rung",
-    "fit_progress",
-    "fit_rungs",
-    "ladder_of",
-    "mean_measures",
-    "measured_rung",
-    "normalize",
-    "rows_in_words",
-    "training_features",
-]
 
 LADDER = (0, 256, 1024)
 """The numbers of rows that ``choose`` tries; 0 is affine."""

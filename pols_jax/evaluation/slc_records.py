@@ -17,16 +17,6 @@ from pols_jax.metrics.thresholds import DEFAULT_RULES
 from pols_jax.schema import ArrayKind, decode, encode, json_field, read_arrays, read_record
 from pols_jax.training.runs import Run
 
-__all__ = [
-    "MEASURES",
-    "ClassScore",
-    "Measures",
-    "SlcRecord",
-    "ThresholdScore",
-    "read_class_arrays",
-    "read_slc",
-]
-
 MEASURES = ("auprc", "precision_at_0.9", "precision_at_0.99")
 """The measures of the paper's tables, by their names in ``slc.json`` and ``slc.npz``."""
 
