@@ -180,13 +180,8 @@ class ScoredSplit:
             for block in zip(*map(np.asarray, outputs), strict=True):
                 found = _merged(found, ExampleStats(*block))
             advance()
-        parts = self._share.gather(np.stack([array.astype(np.float64) for array in found]))
-        dtypes = [array.dtype for array in found]
-        shares = (
-            ExampleStats(*(array.astype(dtype) for array, dtype in zip(part, dtypes, strict=True)))
-            for part in parts
-        )
-        return functools.reduce(_merged, shares)
+        shares = zip(*map(self._share.gather, found), strict=True)
+        return functools.reduce(_merged, (ExampleStats(*arrays) for arrays in shares))
 
     def count(
         self,
@@ -240,7 +235,8 @@ class ScoredSplit:
                     ranked += at_or_above(part, sorted_true)
                     histogram += _histogram(part, bins)
             advance()
-        own_passing, passing, ranked, histogram = self._summed(own_passing, passing, ranked, histogram)
+        counted = own_passing, passing, ranked, histogram
+        own_passing, passing, ranked, histogram = map(self._share.sum, counted)
         class_sizes = np.bincount(self.labels, minlength=num_classes).astype(np.int32)
         own_log_probs = (stats.true_logit - stats.peak) - stats.log_sum
 
@@ -255,8 +251,9 @@ class ScoredSplit:
         np.add.at(positives, self.labels, is_passed)
         false_passing = np.empty(len(self.labels), np.int64)
         # Where the two passes round differently, a true logit may have been counted below itself.
-        counted = ranked - at_or_above(sorted_true, sorted_true)
-        false_passing[np.argsort(stats.true_logit)] = np.maximum(counted, 0)
+        false_passing[np.argsort(stats.true_logit)] = np.maximum(
+            ranked - at_or_above(sorted_true, sorted_true), 0
+        )
         if rank:
             histogram = histogram - _histogram(sorted_true, bins)
         max_false_logit = float(stats.max_false_logit.max())
@@ -272,14 +269,6 @@ class ScoredSplit:
             rows = (jnp.asarray(rows[row : row + 1]) for rows in (self._kernel, self._bias))
             logits = np.asarray(all_logits(self._features[0], *rows)[:, 0] - self._offset[0])
         return self._share.sum(logits)
-
-    def _summed(self, *counts: np.ndarray) -> list[np.ndarray]:
-        """Counts of all processes together, in one exchange."""
-        flat = self._share.sum(np.concatenate([array.reshape(-1).astype(np.int64) for array in counts]))
-        parts = np.split(flat, np.cumsum([array.size for array in counts])[:-1])
-        return [
-            part.reshape(array.shape).astype(array.dtype) for part, array in zip(parts, counts, strict=True)
-        ]
 
     def _rounds(self) -> Iterator[tuple[slice, np.ndarray, tuple[np.ndarray, np.ndarray]]]:
         """The rows that the devices work on together; and of each device the first class, and kernel and bias.
