@@ -251,9 +251,9 @@ def _counts(scores, labels, side: Side = "left") -> Counts:
     scores, labels = check_logits_and_labels(scores, labels, rank=2, name="scores")
     if not scores.shape[0]:
         raise ValueError("scores must have at least one example: a metric is about the scores of a set.")
-    if not isinstance(scores, Tracer) and not isinstance(labels, Tracer):
-        if [device.platform for device in scores.devices()] == ["cpu"]:
-            return _count_on_cpu(scores, np.asarray(labels), side)
+    is_traced = isinstance(scores, Tracer) or isinstance(labels, Tracer)
+    if not is_traced and [device.platform for device in scores.devices()] == ["cpu"]:
+        return _count_on_cpu(scores, np.asarray(labels), side)
     return _count_all(scores, labels, side=side)
 
 
