@@ -15,9 +15,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from pols_jax.losses.checks import accumulation_dtype
 from pols_jax.losses.device_axes import partitioned_by_xla
 from pols_jax.losses.noise import Noise
-from pols_jax.losses.precision import accumulation_dtype
 
 
 class LogSumExp(NamedTuple):

@@ -20,11 +20,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from pols_jax.losses.checks import accumulation_dtype
 from pols_jax.losses.class_stats import LogSumExp
 from pols_jax.losses.device_axes import is_on_explicit_mesh, partitioned_by_xla, vary_alike
 from pols_jax.losses.linear_logits import LinearLogits
 from pols_jax.losses.noise import Noise
-from pols_jax.losses.precision import accumulation_dtype
 
 # The logits of one block. On a CPU they stay in the caches; on an accelerator the product is large enough to be fast.
 _BLOCK_BYTES = {"cpu": 2**22}

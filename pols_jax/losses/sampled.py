@@ -16,10 +16,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from pols_jax.losses.checks import check_labels, check_noise_probs, check_output_layer
+from pols_jax.losses.checks import accumulation_dtype, check_labels, check_noise_probs, check_output_layer
 from pols_jax.losses.global_batch import GlobalBatch
 from pols_jax.losses.noise import Noise
-from pols_jax.losses.precision import accumulation_dtype
 
 
 class NoiseSampler(NamedTuple):

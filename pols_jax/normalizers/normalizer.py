@@ -14,11 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from pols_jax.class_shares import ClassShare
 from pols_jax.heads import all_logits
-from pols_jax.losses.checks import check_output_layer
+from pols_jax.losses.checks import accumulation_dtype, check_output_layer
 from pols_jax.losses.device_axes import is_on_explicit_mesh, partitioned_by_xla
 from pols_jax.losses.linear_logits import LinearLogits
 from pols_jax.losses.linear_stats import LinearStats
-from pols_jax.losses.precision import accumulation_dtype
 
 # Examples that are estimated in one go.
 _CHUNK = 2048
