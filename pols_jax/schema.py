@@ -119,11 +119,7 @@ def read_json(path: str | Path, *, error: type[PolsError] = RunError) -> Any:
 
 
 def parse_json(content: bytes) -> Any:
-    """Reads JSON as `read_json` does.
-
-    Raises:
-      ValueError: for what is not JSON, or holds what `read_json` refuses.
-    """
+    """Reads JSON as `read_json` does; a `ValueError` for what it refuses."""
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -166,12 +162,9 @@ class ArrayKind(typing.NamedTuple):
 
 
 def read_arrays(path: str | Path, kinds: Mapping[str, ArrayKind], **sizes: int) -> dict[str, np.ndarray]:
-    """Reads the arrays of an npz file, by name, or raises a `RunError`.
+    """Reads the arrays of an npz file, by name, or raises a `RunError` if they are not of the given kinds.
 
-    Args:
-      path: The file.
-      kinds: What its arrays have to be, by name.
-      **sizes: Sizes by their names in the shapes; the others follow from the arrays.
+    Sizes that are not given by their names in the shapes follow from the arrays.
     """
     with reading(path):
         content = read_bytes(path)

@@ -155,14 +155,9 @@ class ScoredSplit:
     def minus(
         self, stats: ExampleStats, estimates: Float[np.ndarray, " examples"]
     ) -> tuple["ScoredSplit", ExampleStats]:
-        """The same split with another score: each logit minus an estimate that its example has for all classes.
+        """The same split, and its statistics, with another score: each logit minus an estimate that its example has.
 
-        Args:
-          stats: What `example_stats` returned.
-          estimates: One number per example, in the order in which the features were given.
-
-        Returns:
-          The split, and the statistics of its scores. The softmax of an example stays as it is.
+        The estimates are in the order in which the features were given. The softmax of an example stays as it is.
         """
         estimates, shifted = np.asarray(estimates, np.float32)[self.order], copy.copy(self)
         shifted._offset = self._replicate(estimates)

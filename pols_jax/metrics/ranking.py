@@ -63,11 +63,8 @@ def rank_own_scores(
 ) -> tuple[Float[np.ndarray, " examples"], Int[np.ndarray, " examples"], Int[np.ndarray, " examples"]]:
     """Counts, for the score that each example has for its own class, the examples that score at least as high for it.
 
-    Args:
-      scores: Scores, shape ``[n, k]``.
-      sorted_labels: The classes of the examples, ascending; examples of class -1 belong to none, and get zeros.
-      own_scores: The scores of those examples for their own classes.
-      side: ``right`` counts the examples that score higher.
+    The labels and the own scores are in the order of the labels; examples of class -1 belong to none, and get zeros. With
+    ``side="right"``, those are counted that score higher.
 
     Returns:
       The own scores in ascending order within each class; how many examples score at least as high; and how many of those
