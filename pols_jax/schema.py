@@ -52,9 +52,9 @@ TYPE_WORDS = {
 """What messages call the values of a type."""
 
 
-def json_field(name: str, **options: Any) -> Any:
+def json_field(name: str) -> Any:
     """A field of a dataclass that has another name in JSON."""
-    return dataclasses.field(metadata={"json": name}, **options)
+    return dataclasses.field(metadata={"json": name})
 
 
 def encode(value: Any) -> Any:

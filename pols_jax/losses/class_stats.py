@@ -29,11 +29,6 @@ class LogSumExp(NamedTuple):
     Attributes:
       peak: The largest exponent. Its gradient is stopped; that of ``log_sum`` is the whole gradient.
       log_sum: The logarithm of the sum of the exponentials, taken relative to ``peak``.
-
-    Examples:
-      >>> parts = LogSumExp(peak=jnp.float32(1e4), log_sum=jnp.float32(0.25))
-      >>> float((parts.peak - 1e4) + parts.log_sum)
-      0.25
     """
 
     peak: Float[Array, "..."]

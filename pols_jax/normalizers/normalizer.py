@@ -39,11 +39,7 @@ class Fit(NamedTuple):
     num_features: int
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("kernel", "bias", "order", "sizes", "scales"),
-    meta_fields=("num_own", "first_class"),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Clusters:
     """Which classes each row of a normalizer stands for, and the output layer that has their own rows.
@@ -67,8 +63,8 @@ class Clusters:
     bias: Float[Array, " classes"]
     order: Int[Array, " all_classes"]
     sizes: Int[Array, " rows"]
-    num_own: int
-    first_class: int = 0
+    num_own: int = dataclasses.field(metadata={"static": True})
+    first_class: int = dataclasses.field(default=0, metadata={"static": True})
     scales: Float[Array, " classes"] | None = None
 
     @classmethod
@@ -124,9 +120,7 @@ class Clusters:
         return logits + bias.astype(jnp.float32)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("kernel", "bias", "fit", "clusters"), meta_fields=()
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Normalizer:
     """An estimate of ``log sum_j exp z_j`` from the features: ``logsumexp(kernel @ features + bias)``.
