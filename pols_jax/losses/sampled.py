@@ -263,17 +263,12 @@ def touched_classes(
       >>> touched.classes.tolist(), touched.true.tolist(), touched.repetitions.tolist()
       ([1, 3, 5, 9, 10], [1, 0], [1, 0, 2, 0, 0])
     """
-    num_labels, num_entries = len(labels), len(labels) + len(drawn)
     entries = jnp.concatenate([labels.astype(jnp.int32), drawn.astype(jnp.int32)])
-    order = jnp.argsort(entries)
-    ordered = entries[order]
-    is_new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
-    place_of_ordered = jnp.cumsum(is_new.astype(jnp.int32)) - 1
-    nowhere = num_classes + jnp.arange(num_entries, dtype=jnp.int32)
-    classes = nowhere.at[place_of_ordered].set(ordered)
-    places = jnp.zeros_like(order).at[order].set(place_of_ordered, unique_indices=True)
-    repetitions = jnp.zeros_like(entries).at[places[num_labels:]].add(1)
-    return TouchedClasses(classes, places[:num_labels], repetitions)
+    classes, places = jnp.unique(entries, return_inverse=True, size=len(entries), fill_value=num_classes)
+    nowhere = num_classes + jnp.arange(len(entries), dtype=jnp.int32)
+    true, others = jnp.split(places.astype(jnp.int32), [len(labels)])
+    repetitions = jnp.zeros_like(entries).at[others].add(1)
+    return TouchedClasses(jnp.where(classes < num_classes, classes, nowhere), true, repetitions)
 
 
 def loss_of_touched(
