@@ -20,6 +20,7 @@ from pols_jax.evaluation.normalizing import (
     mean_measures,
     measured_rung,
 )
+from pols_jax.metrics.class_blocks import ScoredSplit
 from pols_jax.metrics.thresholds import Thresholds
 from pols_jax.normalizers import Normalizer
 
@@ -185,7 +186,8 @@ def climb(
     kernel = head.kernel.astype(np.float32, copy=False)
     validation, all_logits, rungs = None, None, [Rung(None)]
     if head.validation is not None:
-        validation = Measured.of(*head.validation, kernel, head.bias)
+        scored = ScoredSplit(*head.validation, kernel, head.bias)
+        validation = Measured(head.validation[0], scored, scored.example_stats())
         counts = validation.counts(None, rank=False)
         rungs, all_logits = [Rung(None, *mean_measures(counts.one_logit))], mean_measures(counts.all_logits)
     if given is not None:

@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pols_jax import __version__
-from pols_jax.class_shares import ClassShare
 from pols_jax.data import Dataset, Split
 from pols_jax.errors import RunError
 from pols_jax.evaluation.slc_records import (
@@ -195,25 +194,10 @@ class Measured(NamedTuple):
     features: Float[np.ndarray, "examples features"]
     scored: ScoredSplit
     stats: ExampleStats
-    share: ClassShare | None
-
-    @classmethod
-    def of(
-        cls,
-        features: Float[np.ndarray, "examples features"],
-        labels: Int[np.ndarray, " examples"],
-        kernel: Float[np.ndarray, "classes features"],
-        bias: Float[np.ndarray, " classes"],
-        *,
-        share: ClassShare | None = None,
-    ) -> "Measured":
-        """Makes the first pass; ``share`` says which classes this process has the rows of, if not all."""
-        scored = ScoredSplit(features, labels, kernel, bias, share=share)
-        return cls(features, scored, scored.example_stats(), share)
 
     def counts(self, normalizer: Normalizer | None, **options: Any) -> SplitCounts:
         """Makes the second pass, over logits minus a normalizer; the options are those of `ScoredSplit.count`."""
-        offsets = estimates(normalizer, self.features, share=self.share)
+        offsets = estimates(normalizer, self.features, share=self.scored.share)
         scored, stats = self.scored.minus(self.stats, offsets)
         return scored.count(stats, **options)
 
@@ -227,7 +211,6 @@ class _Evaluator:
         self._run, self._dataset = run, dataset
         self._batch_size, self._block_size = fitting_batch(run.image_shape, most=batch_size), block_size
         self._variables = run.restore_backbone()
-        self._share = run.class_share()
         self._progress = progress
 
     def scored(self, split: str) -> Measured:
@@ -240,11 +223,11 @@ class _Evaluator:
             )
         if not len(labels):
             raise RunError(f"The {split} split of {self._dataset.name} has no picture that can be decoded.")
-        options = {"block_size": self._block_size, "share": self._share}
+        options = {"block_size": self._block_size, "share": self._run.class_share()}
         scored = ScoredSplit(features, labels, *self._run.own_head, **options)
         with self._task(f"{self._run.config.loss}: logits of {split}", scored.num_rounds) as advance:
             stats = scored.example_stats(advance=advance)
-        return Measured(features, scored, stats, self._share)
+        return Measured(features, scored, stats)
 
     def count(self, measured: Measured, normalizer: Normalizer | None, **options: Any) -> SplitCounts:
         """The second pass over the classes."""

@@ -14,6 +14,7 @@ from pols_jax.data import Dataset, StreamSplit, augment_batch, find_augmentation
 from pols_jax.errors import ConfigError, RunError
 from pols_jax.evaluation.measuring import Measured, progress_bars, shared_by_hosts
 from pols_jax.files import check_writable
+from pols_jax.metrics.class_blocks import ScoredSplit
 from pols_jax.metrics.exact import Counts
 from pols_jax.normalizers import Normalizer, fit_normalizer
 from pols_jax.training.features import split_features
@@ -192,8 +193,9 @@ def normalize(
     check_same_settings(shared_by_hosts(run, dataset) | {"--rows": rows, "--seed": seed})
     share = run.class_share()
     variables, (kernel, bias) = run.restore_backbone(), run.own_head
-    found = split_features(run.model, variables, dataset.validation)
-    validation = Measured.of(*found, kernel, bias, share=share)
+    features, labels = split_features(run.model, variables, dataset.validation)
+    scored = ScoredSplit(features, labels, kernel, bias, share=share)
+    validation = Measured(features, scored, scored.example_stats())
     with fit_progress(quiet=quiet or not is_first_host) as report:
         features = np.concatenate([*training_features(run, variables, dataset, seed=seed, report=report)])
         fits = fit_rungs(

@@ -114,6 +114,7 @@ class ScoredSplit:
       order: Where the examples, sorted by label, were before. All results are in the sorted order.
       labels: The labels in that order.
       num_rounds: How many blocks each device gets in one pass over the classes.
+      share: The classes that this process has the rows of.
 
     Examples:
       >>> features = np.array([[1.0, 0.0], [0.0, 1.0], [0.9, 0.2]], np.float32)
@@ -136,7 +137,7 @@ class ScoredSplit:
         share: ClassShare | None = None,
     ):
         labels = np.asarray(labels)
-        self._share = share = share or ClassShare.whole(len(kernel))
+        self.share = share = share or ClassShare.whole(len(kernel))
         if not labels.size or labels.min() < 0 or labels.max() >= share.num_classes:
             raise ValueError(f"labels must be at least one, and in [0, {share.num_classes}).")
         self.order = np.argsort(labels, kind="stable")
@@ -175,7 +176,7 @@ class ScoredSplit:
             for block in zip(*map(np.asarray, outputs), strict=True):
                 found = _merged(found, ExampleStats(*block))
             advance()
-        shares = zip(*map(self._share.gather, found), strict=True)
+        shares = zip(*map(self.share.gather, found), strict=True)
         return functools.reduce(_merged, (ExampleStats(*arrays) for arrays in shares))
 
     def count(
@@ -197,7 +198,7 @@ class ScoredSplit:
           bins: Edges of bins of equal width that false logits are counted in; none by default.
           advance: Is called after every round of blocks, for a progress bar.
         """
-        num_classes, share = self._share.num_classes, self._share.classes
+        num_classes, share = self.share.num_classes, self.share.classes
         if thresholds is None:
             thresholds = np.zeros((num_classes, 0), np.float32)
         count_of_blocks = _on_devices(_count_block, self._devices)
@@ -231,7 +232,7 @@ class ScoredSplit:
                     histogram += _histogram(part, bins)
             advance()
         counted = own_passing, passing, ranked, histogram
-        own_passing, passing, ranked, histogram = map(self._share.sum, counted)
+        own_passing, passing, ranked, histogram = map(self.share.sum, counted)
         class_sizes = np.bincount(self.labels, minlength=num_classes).astype(np.int32)
         own_log_probs = (stats.true_logit - stats.peak) - stats.log_sum
 
@@ -259,11 +260,11 @@ class ScoredSplit:
     def column(self, class_id: int) -> Float[np.ndarray, " examples"]:
         """Computes the logit of one class for all examples, in the sorted order."""
         logits = np.zeros(len(self.labels), np.float32)
-        if class_id in self._share.classes:
-            row = class_id - self._share.classes.start
+        if class_id in self.share.classes:
+            row = class_id - self.share.classes.start
             rows = (jnp.asarray(rows[row : row + 1]) for rows in (self._kernel, self._bias))
             logits = np.asarray(all_logits(self._features[0], *rows)[:, 0] - self._offset[0])
-        return self._share.sum(logits)
+        return self.share.sum(logits)
 
     def _rounds(self) -> Iterator[tuple[slice, np.ndarray, tuple[np.ndarray, np.ndarray]]]:
         """The rows that the devices work on together; and of each device the first class, and kernel and bias.
@@ -275,7 +276,7 @@ class ScoredSplit:
         for start in range(0, len(self._kernel), size):
             rows = slice(start, start + size)
             head = self._split(self._kernel[rows], fill=0), self._split(self._bias[rows], fill=-np.inf)
-            yield rows, np.int32(self._share.classes.start + start) + places, head
+            yield rows, np.int32(self.share.classes.start + start) + places, head
 
     def _split(self, rows: np.ndarray, *, fill: float) -> np.ndarray:
         """From ``[rows, ...]`` to ``[devices, block_size, ...]``."""
