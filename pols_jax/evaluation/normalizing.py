@@ -249,7 +249,8 @@ def training_features(
             done += int(np.count_nonzero(batch.where))
             report(what, done, total)
             if done >= total:
-                return
+                break
+        return
     plain, _ = split_features(run.model, variables, split, batch_size=_BATCH_SIZE)
     yield plain.astype(np.float32)
     if augment is None:

@@ -212,7 +212,8 @@ def _gradients(inputs: _Inputs, block_size: int, true_cotangent, cotangents_of: 
 
 def _cotangents(inputs: _Inputs, for_features, for_kernel, for_bias) -> _Inputs:
     """Labels and noise have none."""
-    return _Inputs(for_features.astype(inputs.features.dtype), for_kernel, for_bias, labels=None, noise=None)
+    for_features = for_features.astype(inputs.features.dtype)
+    return inputs._replace(features=for_features, kernel=for_kernel, bias=for_bias, labels=None, noise=None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
