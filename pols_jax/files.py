@@ -229,15 +229,14 @@ def write_arrays(path: str | Path, arrays: Mapping[str, Any]) -> None:
 
 def _check_regular(status: os.stat_result, path: str | Path) -> None:
     kinds = {
-        stat.S_ISDIR: "directory",
-        stat.S_ISFIFO: "named pipe",
-        stat.S_ISCHR: "device",
-        stat.S_ISBLK: "device",
-        stat.S_ISSOCK: "socket",
+        stat.S_IFDIR: "directory",
+        stat.S_IFIFO: "named pipe",
+        stat.S_IFCHR: "device",
+        stat.S_IFBLK: "device",
+        stat.S_IFSOCK: "socket",
     }
-    for is_kind, kind in kinds.items():
-        if is_kind(status.st_mode):
-            raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
+    if kind := kinds.get(stat.S_IFMT(status.st_mode)):
+        raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
 
 
 def _replaceable(path: Path) -> Path | None:
