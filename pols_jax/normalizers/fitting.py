@@ -120,8 +120,10 @@ def fit_normalizer(
     elif num_rows <= 1:
         rows, wanted = _affine_rows(training, head.log_z(training)), head.log_z(testing)
     else:
-        found = cluster_rows(training, kernel, bias, num_clusters=num_clusters, seed=seed, share=share)
-        mine = found.cluster_of[share.classes.start : share.classes.stop]
+        cluster_of, *start = cluster_rows(
+            training, kernel, bias, num_clusters=num_clusters, seed=seed, share=share
+        )
+        mine = cluster_of[share.classes.start : share.classes.stop]
         if num_own:
             cost, targets = _cost_of_shares, lambda features: head.log_sums(features, mine, num_clusters)[:1]
         else:
@@ -129,11 +131,10 @@ def fit_normalizer(
         fitted, tested = ((features, *targets(features)) for features in (training, testing))
         wanted = np.logaddexp.reduce(np.atleast_2d(tested[1].T))
         step = learning_rate * head.size_of_entries()
-        start = found.kernel, found.bias
-        rows = _descend(cost, start, fitted, tested, step, num_steps, batch_size, seed, on_progress)
+        rows = _descend(cost, tuple(start), fitted, tested, step, num_steps, batch_size, seed, on_progress)
         if num_own:
             clusters = Clusters.of(
-                found.cluster_of,
+                cluster_of,
                 kernel,
                 bias,
                 num_clusters=num_clusters,
