@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from pols_jax.class_shares import ClassShare
 from pols_jax.data import Dataset, StreamSplit, augment_batch, find_augmentation, sample_batch, stream_batches
 from pols_jax.errors import ConfigError, RunError
 from pols_jax.evaluation.measuring import Measured, progress_bars, shared_by_hosts
@@ -88,25 +87,15 @@ def fit_rungs(
     *,
     ladder: Iterable[int],
     validation: Measured | None,
-    seed: int = 0,
-    share: ClassShare | None = None,
-    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    **options: Any,
 ) -> Iterator[Rung]:
-    """Fits a normalizer with each number of rows of the ladder, and measures it; the other arguments are as there.
+    """Fits a normalizer with each number of rows of the ladder, and measures it; the options are those of `fit_normalizer`.
 
     Without validation examples, each is measured by its fit to held-out features.
     """
+    held_out = None if validation is None else validation.features
     for num_rows in ladder:
-        fitted = fit_normalizer(
-            features,
-            kernel,
-            bias,
-            num_rows=num_rows,
-            held_out=None if validation is None else validation.features,
-            seed=seed,
-            share=share,
-            on_progress=on_progress,
-        )
+        fitted = fit_normalizer(features, kernel, bias, num_rows=num_rows, held_out=held_out, **options)
         yield measured_rung(fitted, validation)
 
 
