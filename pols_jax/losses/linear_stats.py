@@ -27,8 +27,7 @@ from pols_jax.losses.linear_logits import LinearLogits
 from pols_jax.losses.noise import Noise
 
 # The logits of one block. On a CPU they stay in the caches; on an accelerator the product is large enough to be fast.
-_BLOCK_BYTES = {"cpu": 2**22}
-_BLOCK_BYTES_OF_AN_ACCELERATOR = 2**27
+_CPU_BLOCK_BYTES, _ACCELERATOR_BLOCK_BYTES = 2**22, 2**27
 _SMALLEST_BLOCK = 1024
 
 
@@ -42,7 +41,7 @@ def default_block_size(num_examples: int, num_features: int, num_classes: int) -
       >>> default_block_size(128, 512, 1000)
       1000
     """
-    budget = _BLOCK_BYTES.get(jax.default_backend(), _BLOCK_BYTES_OF_AN_ACCELERATOR)
+    budget = _CPU_BLOCK_BYTES if jax.default_backend() == "cpu" else _ACCELERATOR_BLOCK_BYTES
     fitting = max(budget // (4 * max(num_examples, num_features, 1)), _SMALLEST_BLOCK)
     return min(2 ** (fitting.bit_length() - 1), num_classes)
 
