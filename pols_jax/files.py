@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.filesize import decimal
 
 from pols_jax.errors import ConfigError, FileError, PolsError, RunError, reason_of
 
@@ -88,7 +89,7 @@ def check_space(directory: str | Path, num_bytes: int) -> None:
     Examples:
       >>> check_space("runs", 10**18)  # doctest: +ELLIPSIS
       Traceback (most recent call last):
-      pols_jax.errors.ConfigError: runs needs 1000000.0 TB, and its disk has ... left; free some space, or name another ...
+      pols_jax.errors.ConfigError: runs needs 1.0 EB, and its disk has ... left; free some space, or name another ...
     """
     existing = Path(directory).absolute()
     while not existing.exists():
@@ -97,7 +98,7 @@ def check_space(directory: str | Path, num_bytes: int) -> None:
     free = disk.f_bavail * disk.f_frsize
     if free < num_bytes:
         raise ConfigError(
-            f"{directory} needs {_size(num_bytes)}, and its disk has {_size(free)} left; free some space, or name "
+            f"{directory} needs {decimal(num_bytes)}, and its disk has {decimal(free)} left; free some space, or name "
             "another directory."
         )
 
@@ -228,15 +229,14 @@ def write_arrays(path: str | Path, arrays: Mapping[str, Any]) -> None:
 
 def _check_regular(status: os.stat_result, path: str | Path) -> None:
     kinds = {
-        stat.S_ISDIR: "directory",
-        stat.S_ISFIFO: "named pipe",
-        stat.S_ISCHR: "device",
-        stat.S_ISBLK: "device",
-        stat.S_ISSOCK: "socket",
+        stat.S_IFDIR: "directory",
+        stat.S_IFIFO: "named pipe",
+        stat.S_IFCHR: "device",
+        stat.S_IFBLK: "device",
+        stat.S_IFSOCK: "socket",
     }
-    for is_kind, kind in kinds.items():
-        if is_kind(status.st_mode):
-            raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
+    if kind := kinds.get(stat.S_IFMT(status.st_mode)):
+        raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
 
 
 def _replaceable(path: Path) -> Path | None:
@@ -351,11 +351,3 @@ def finite(content: Any) -> Any:
     if isinstance(content, list | tuple):
         return [finite(value) for value in content]
     return None if isinstance(content, float) and not np.isfinite(content) else content
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"

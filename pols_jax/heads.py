@@ -18,9 +18,8 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pols_jax.losses.checks import as_class_ids, check_output_layer
+from pols_jax.losses.checks import accumulation_dtype, as_class_ids, check_output_layer
 from pols_jax.losses.device_axes import vary_alike
-from pols_jax.losses.precision import accumulation_dtype
 
 __all__ = ["ClassHead", "all_logits", "class_logits", "pad_classes", "padding_bias", "prior_bias"]
 

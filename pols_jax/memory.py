@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from pols_jax.errors import ConfigError
 
 __all__ = ["available_bytes", "check_fits", "system_bytes"]
@@ -23,7 +25,7 @@ def check_fits(needed_bytes: int, device: Any, *, what: str, advice: str) -> Non
     free = available_bytes(device)
     if free is not None and needed_bytes > free:
         raise ConfigError(
-            f"{what} needs at least {_gigabytes(needed_bytes)} GB of memory, and {_gigabytes(free)} GB are free; {advice}."
+            f"{what} needs at least {decimal(needed_bytes)} of memory, and {decimal(free)} are free; {advice}."
         )
 
 
@@ -47,8 +49,3 @@ def _free_on_host() -> int | None:
     except (OSError, ValueError):  # no such file, or "max" for no limit
         pass
     return min((amount for amount in amounts if amount is not None), default=None)
-
-
-def _gigabytes(number: int) -> str:
-    gigabytes = number / 1e9
-    return f"{gigabytes:,.0f}" if gigabytes >= 10 else f"{gigabytes:.1f}"

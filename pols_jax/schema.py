@@ -52,15 +52,15 @@ TYPE_WORDS = {
 """What messages call the values of a type."""
 
 
-def json_field(name: str, **options: Any) -> Any:
+def json_field(name: str) -> Any:
     """A field of a dataclass that has another name in JSON."""
-    return dataclasses.field(metadata={"json": name}, **options)
+    return dataclasses.field(metadata={"json": name})
 
 
 def encode(value: Any) -> Any:
     """Turns a dataclass, and all that it holds, into what JSON can hold; `decode` reads it back."""
     if dataclasses.is_dataclass(value):
-        return {name: encode(getattr(value, field.name)) for name, field in _fields(type(value)).items()}
+        return {name: encode(getattr(value, field.name)) for name, (field, _) in _fields(type(value)).items()}
     if isinstance(value, tuple | list):
         return [encode(entry) for entry in value]
     if isinstance(value, dict):
@@ -119,11 +119,7 @@ def read_json(path: str | Path, *, error: type[PolsError] = RunError) -> Any:
 
 
 def parse_json(content: bytes) -> Any:
-    """Reads JSON as `read_json` does.
-
-    Raises:
-      ValueError: for what is not JSON, or holds what `read_json` refuses.
-    """
+    """Reads JSON as `read_json` does; a `ValueError` for what it refuses."""
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -166,12 +162,9 @@ class ArrayKind(typing.NamedTuple):
 
 
 def read_arrays(path: str | Path, kinds: Mapping[str, ArrayKind], **sizes: int) -> dict[str, np.ndarray]:
-    """Reads the arrays of an npz file, by name, or raises a `RunError`.
+    """Reads the arrays of an npz file, by name, or raises a `RunError` if they are not of the given kinds.
 
-    Args:
-      path: The file.
-      kinds: What its arrays have to be, by name.
-      **sizes: Sizes by their names in the shapes; the others follow from the arrays.
+    Sizes that are not given by their names in the shapes follow from the arrays.
     """
     with reading(path):
         content = read_bytes(path)
@@ -216,40 +209,33 @@ def _array_problem(arrays: Mapping[str, Any], kinds: Mapping[str, ArrayKind], si
 
 
 @functools.cache
-def _fields(kind: type) -> dict[str, dataclasses.Field]:
-    """The fields of a dataclass by their names in JSON, without private ones."""
+def _fields(kind: type) -> dict[str, tuple[dataclasses.Field, Any]]:
+    """The fields of a dataclass with their types, by their names in JSON, without private ones."""
+    hints = typing.get_type_hints(kind)
     return {
-        field.metadata.get("json", field.name): field
+        field.metadata.get("json", field.name): (field, hints[field.name])
         for field in dataclasses.fields(kind)
         if not field.name.startswith("_")
     }
 
 
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
 def _decode_fields(kind: Any, value: dict, where: str) -> Any:
     if hasattr(kind, "with_new_names"):  # what older versions wrote
         value = kind.with_new_names(value)
-    fields, hints = _fields(kind), _hints(kind)
+    fields, arguments = _fields(kind), {}
     for name in value:
         if name not in fields:
             raise ConfigError(
                 f"{_inside(where, _shortened(name))} is unknown here: it was written by a newer version of pols_jax, or by "
                 "something else."
             )
-    for name, field in fields.items():
-        has_default = not (field.default is field.default_factory is dataclasses.MISSING)
-        if name not in value and not has_default:
+    for name, (field, _) in fields.items():
+        if name not in value and field.default is field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{_inside(where, name)} is missing.")
-    return kind(
-        **{
-            fields[name].name: decode(hints[fields[name].name], entry, where=_inside(where, name))
-            for name, entry in value.items()
-        }
-    )
+    for name, entry in value.items():
+        field, hint = fields[name]
+        arguments[field.name] = decode(hint, entry, where=_inside(where, name))
+    return kind(**arguments)
 
 
 def _decode_union(kind: Any, value: Any, where: str) -> Any:

@@ -5,7 +5,6 @@ read back meet the same sentence. Nothing here imports JAX: a wrong flag is foun
 """
 
 import dataclasses
-import functools
 import math
 import types
 import typing
@@ -115,8 +114,9 @@ def check_settings(settings: Any) -> None:
       Traceback (most recent call last):
       pols_jax.errors.ConfigError: --steps must be at least 1, got 0.
     """
-    for name, annotation in _annotations(type(settings)).items():
-        check_value(flag(name), getattr(settings, name), annotation)
+    hints = typing.get_type_hints(type(settings), include_extras=True)
+    for field in dataclasses.fields(settings):
+        check_value(flag(field.name), getattr(settings, field.name), hints[field.name])
 
 
 def check_value(name: str, value: Any, annotation: Any) -> None:
@@ -129,7 +129,10 @@ def check_value(name: str, value: Any, annotation: Any) -> None:
     if kind is Annotated:
         check_value(name, value, arguments[0])
         for rule in arguments[1:]:
-            _check_rule(name, value, rule)
+            if isinstance(rule, OneOf) and value not in rule.names:
+                raise ConfigError(unknown_name(rule.kind, shown(value), rule.names))
+            if isinstance(rule, Range) and (problem := rule.problem(value)):
+                raise ConfigError(f"{name} {problem}, got {value}.")
     elif kind in (types.UnionType, typing.Union):
         if value is None and type(None) in arguments:
             return
@@ -160,13 +163,6 @@ def _is_a(value: Any, kind: Any) -> bool:
     return isinstance(value, accepted)
 
 
-def _check_rule(name: str, value: Any, rule: Any) -> None:
-    if isinstance(rule, OneOf) and value not in rule.names:
-        raise ConfigError(unknown_name(rule.kind, shown(value), rule.names))
-    if isinstance(rule, Range) and (problem := rule.problem(value)):
-        raise ConfigError(f"{name} {problem}, got {value}.")
-
-
 def check_text(name: str, value: str) -> None:
     """Raises a `ConfigError` unless text is something that can be read and stored."""
     if not value.strip():
@@ -182,9 +178,3 @@ def _arm_for(value: Any, arms: Iterable[Any]) -> Any:
     arms = [arm for arm in arms if arm is not type(None)]
     is_word = isinstance(value, str)
     return next((arm for arm in arms if (typing.get_origin(arm) is not tuple) == is_word), arms[0])
-
-
-@functools.cache
-def _annotations(kind: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}

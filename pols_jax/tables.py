@@ -62,11 +62,8 @@ class Table:
     @classmethod
     def of(cls, title: str, columns: Sequence[Column], items: Iterable[Any], **options: Any) -> "Table":
         """Makes one row of each item; the options are further attributes."""
-
-        def text(value: Any, form: str) -> str:
-            return "" if value is None else form.format(value)
-
-        rows = [[text(column.cell(item), column.form) for column in columns] for item in items]
+        values = ([(column.form, column.cell(item)) for column in columns] for item in items)
+        rows = [["" if value is None else form.format(value) for form, value in row] for row in values]
         return cls(title, [column.heading for column in columns], rows, **options)
 
     def markdown(self) -> str:

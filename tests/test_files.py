@@ -243,7 +243,7 @@ def test_full_and_read_only_disks_are_found_before_the_work(tmp_path, monkeypatc
         check_writable(tmp_path / "table.md")
     with pytest.raises(ConfigError, match=why):
         check_directory(tmp_path / "new" / "figures")
-    with pytest.raises(ConfigError, match=r"needs 5\.0 KB, and its disk has 0 bytes left; free some space"):
+    with pytest.raises(ConfigError, match=r"needs 5\.0 kB, and its disk has 0 bytes left; free some space"):
         check_space(tmp_path / "run", 5000)
 
 

@@ -1,7 +1,6 @@
 """``pols adopt``: one logit as good as all of them, for a network that was trained elsewhere."""
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +11,6 @@ from pols_jax.cli.compiling import keep_compiled_programs
 from pols_jax.cli.flags import Page, parse
 from pols_jax.cli.running import announce
 from pols_jax.errors import ConfigError, unknown_name
-
-__all__ = ["Flags", "main"]
 
 _ARRAYS = ("kernel", "bias", "features", "validation_features", "validation_labels", "names")
 
@@ -64,7 +61,7 @@ pols eval adopted                  # the table again
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Takes over what the flags name."""
-    flags = parse(Flags, sys.argv[1:] if arguments is None else arguments, PAGE)
+    flags = parse(Flags, arguments, PAGE)
     if flags.out is None:
         raise ConfigError("Say where to write it: --out DIR.")
     announce("starting JAX ...")
@@ -107,22 +104,19 @@ def _arguments(arrays: dict[str, Any], names: list[str] | None, flags: Flags) ->
             )
     if "kernel" not in arrays:
         raise ConfigError("there is no array kernel, the output layer.")
-    kernel = arrays["kernel"]
-    if flags.kernel_layout == "dk":
-        kernel = kernel.T
-    other = "kd" if flags.kernel_layout == "dk" else "dk"
-    validation = [arrays.get(f"validation_{part}") for part in ("features", "labels")]
-    if sum(part is None for part in validation) == 1:
+    is_transposed = flags.kernel_layout == "dk"
+    validation = tuple(arrays.get(f"validation_{part}") for part in ("features", "labels"))
+    if (validation[0] is None) != (validation[1] is None):
         raise ConfigError(
             "validation_features and validation_labels belong together; one of them is missing."
         )
     if names is not None and "names" in arrays:
         raise ConfigError("it holds names, and --names gives others; give one of them.")
     return {
-        "kernel": kernel,
+        "kernel": arrays["kernel"].T if is_transposed else arrays["kernel"],
         "bias": arrays.get("bias"),
         "class_names": arrays.get("names") if names is None else names,
         "features": arrays.get("features"),
-        "validation": None if validation[0] is None else tuple(validation),
-        "transpose": f"give --kernel-layout {other}",
+        "validation": None if validation[0] is None else validation,
+        "transpose": f"give --kernel-layout {'kd' if is_transposed else 'dk'}",
     }

@@ -88,9 +88,10 @@ def measure(flags: Flags) -> None:
     import jax
 
     from pols_jax.evaluation import slc_tables
-    from pols_jax.evaluation.adopting import Adopted, is_adopted, ladder_table
+    from pols_jax.evaluation.adopting import Adopted, ladder_table
     from pols_jax.evaluation.measuring import evaluate
     from pols_jax.tables import print_tables, to_markdown
+    from pols_jax.training.run_files import is_adopted
     from pols_jax.training.runs import Run, find_runs
 
     if any(map(is_adopted, flags.run_dirs)):
@@ -106,9 +107,8 @@ def measure(flags: Flags) -> None:
         return
     run_dirs = find_runs(flags.run_dirs)
     for run_dir in run_dirs:
-        run = Run.open(
-            run_dir, use=flags.use
-        )  # a run that cannot be used is found before the first one is measured
+        # A run that cannot be used is found before the first one is measured.
+        run = Run.open(run_dir, use=flags.use)
         if flags.figure_class is not None and flags.figure_class not in run.class_names:
             raise RunError(unknown_name(f"class of {run_dir}", flags.figure_class, run.class_names))
     options = {

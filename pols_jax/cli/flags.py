@@ -153,42 +153,19 @@ def help_page(kind: type, page: Page, default: Any = None) -> str:
     return "\n".join([*lines, *(["", *textwrap.wrap(page.more, width)] if page.more else [])])
 
 
-@dataclasses.dataclass(frozen=True)
 class _Field:
     """A field as a flag, or as an argument without a flag."""
 
-    name: str
-    annotation: Any
-    text: str
-    default: Any
-
-    @property
-    def plain(self) -> Any:
-        """The type without None, words that stand for a value, and ranges."""
-        return _plain(self.annotation)
-
-    @property
-    def is_list(self) -> bool:
-        return typing.get_origin(self.plain) is tuple
-
-    @property
-    def element(self) -> Any:
-        """The type of one word."""
-        return _plain(typing.get_args(self.plain)[0]) if self.is_list else self.plain
-
-    @property
-    def is_positional(self) -> bool:
-        return tyro.conf.Positional in getattr(self.annotation, "__metadata__", ())
-
-    @property
-    def repeats(self) -> bool:
-        return tyro.conf.UseAppendAction in getattr(self.annotation, "__metadata__", ())
-
-    @property
-    def spellings(self) -> list[str]:
-        if self.is_positional:
-            return []
-        return [flag(self.name), *([flag(f"no_{self.name}")] if self.plain is bool else [])]
+    def __init__(self, name: str, annotation: Any, text: str, default: Any):
+        self.name, self.annotation, self.text, self.default = name, annotation, text, default
+        self.plain = _plain(annotation)
+        self.is_list = typing.get_origin(self.plain) is tuple
+        self.element = _plain(typing.get_args(self.plain)[0]) if self.is_list else self.plain
+        options = getattr(annotation, "__metadata__", ())
+        self.is_positional = tyro.conf.Positional in options
+        self.repeats = tyro.conf.UseAppendAction in options
+        names = [name, f"no_{name}"] if self.plain is bool else [name]
+        self.spellings = [] if self.is_positional else [flag(name) for name in names]
 
     def check_words(self, words: list[str], *, takes_words: bool) -> None:
         """Raises unless words are values of the field's type; ranges are the dataclass's own to check."""
@@ -277,6 +254,7 @@ def _texts(kind: type) -> dict[str, str]:
 
 
 def _plain(annotation: Any) -> Any:
+    """A type without None, words that stand for a value, and ranges."""
     kind, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if kind is Annotated:
         return _plain(arguments[0])

@@ -1,7 +1,6 @@
 """``pols normalize``: one logit as good as all of them, for a run that is trained already."""
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -11,14 +10,12 @@ import tyro
 from pols_jax.cli.compiling import keep_compiled_programs
 from pols_jax.cli.flags import Page, parse
 from pols_jax.cli.loading import said_by_loaders
-from pols_jax.cli.running import announce, draws_bars
+from pols_jax.cli.running import HostFlags, announce, draws_bars
 from pols_jax.errors import shell_word
-
-__all__ = ["Flags", "main"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Flags:
+class Flags(HostFlags):
     """Fit normalizers to trained runs.
 
     Attributes:
@@ -29,10 +26,6 @@ class Flags:
       data_dir: Where prepared tfds data sets are; by default TFDS_DATA_DIR, or else tfds's own place.
       quiet: No progress bar.
       compilation_cache: Keep compiled programs for the next start.
-      coordinator: HOST:PORT of the first host, if several fit together; TPU pods and SLURM know it.
-      num_processes: How many hosts there are.
-      process_id: Which one this is, from 0.
-      host_timeout: How many seconds to wait for another host.
     """
 
     run_dirs: tyro.conf.Positional[tuple[Path, ...]] = ()
@@ -42,10 +35,6 @@ class Flags:
     data_dir: Path | None = None
     quiet: bool = False
     compilation_cache: bool = True
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-    host_timeout: float = 600.0
 
 
 PAGE = Page(
@@ -67,18 +56,11 @@ pols normalize runs/mine --rows choose # the fewest of affine, 256 and 1,024 row
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Fits what the flags name."""
-    flags = parse(Flags, sys.argv[1:] if arguments is None else arguments, PAGE)
+    flags = parse(Flags, arguments, PAGE)
     announce("starting JAX ...")
     if flags.compilation_cache:
         keep_compiled_programs()
-    from pols_jax.training.hosts import joined
-
-    with joined(
-        coordinator=flags.coordinator,
-        num_processes=flags.num_processes,
-        process_id=flags.process_id,
-        timeout=flags.host_timeout,
-    ):
+    with flags.joined():
         fit(flags)
 
 
@@ -112,21 +94,16 @@ def fit(flags: Flags) -> None:
 
 def report(run_dir: Path, rungs: Sequence) -> str:
     """What the rungs of the ladder gave, a line each, and which one is kept."""
-    from pols_jax.evaluation.normalizing import rows_in_words
+    from pols_jax.training.run_normalizer import rows_in_words
 
     lines = [f"{run_dir}: 1-AUPRC of one logit, on the validation split"]
     for normalizer, auprc, _ in rungs:
-        if normalizer is None:
-            lines.append(f"  {'raw':>12}  {1 - auprc:.4f}")
-        else:
-            fit = normalizer.fit
-            lines.append(
-                f"  {rows_in_words(normalizer.num_rows):>12}  {1 - auprc:.4f}  (log Z: R^2 {fit.r_squared:.3f}, "
-                f"error {fit.error:.2f})"
-            )
-    return "\n".join(
-        [
-            *lines,
-            f"Kept: {rows_in_words(rungs[-1].normalizer.num_rows)}. Next: pols eval {shell_word(run_dir)}",
-        ]
+        name, fit = "raw", ""
+        if normalizer is not None:
+            name = rows_in_words(normalizer.num_rows)
+            fit = f"  (log Z: R^2 {normalizer.fit.r_squared:.3f}, error {normalizer.fit.error:.2f})"
+        lines.append(f"  {name:>12}  {1 - auprc:.4f}{fit}")
+    lines.append(
+        f"Kept: {rows_in_words(rungs[-1].normalizer.num_rows)}. Next: pols eval {shell_word(run_dir)}"
     )
+    return "\n".join(lines)

@@ -70,11 +70,9 @@ def _plain_warnings() -> Iterator[None]:
         else:
             shown(message, category, *place)
 
-    warnings.showwarning = show
-    try:
+    with warnings.catch_warnings():  # which brings back what was there before
+        warnings.showwarning = show
         yield
-    finally:
-        warnings.showwarning = shown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

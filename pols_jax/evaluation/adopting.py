@@ -13,7 +13,7 @@ from pathlib import Path
 from pols_jax import training
 from pols_jax.errors import CheckpointError, ConfigError, RunError
 from pols_jax.evaluation.foreign_heads import ForeignHead, Ladder, climb, no_thresholds
-from pols_jax.evaluation.normalizing import Rung, check_rows, fit_progress, rows_in_words
+from pols_jax.evaluation.normalizing import Rung, fit_progress
 from pols_jax.files import check_new, check_space, new_directory, write_json
 from pols_jax.metrics.thresholds import DEFAULT_RULES, Thresholds
 from pols_jax.normalizers import Normalizer
@@ -21,17 +21,7 @@ from pols_jax.schema import decode, encode, read_record
 from pols_jax.tables import Column, Table
 from pols_jax.training.checkpoint_reading import HeadRows, StoredCheckpoint
 from pols_jax.training.run_files import is_adopted
-from pols_jax.training.run_normalizer import read_normalizer, score_id, write_normalizer
-
-__all__ = [
-    "Adopted",
-    "AdoptedInfo",
-    "Tried",
-    "adopt",
-    "is_adopted",
-    "ladder_table",
-    "refuse_adopted",
-]
+from pols_jax.training.run_normalizer import read_normalizer, rows_in_words, score_id, write_normalizer
 
 _ADVICE = "Adopt the network again with pols adopt."
 # An adopted network has one checkpoint, and it was trained for an unknown number of steps.
@@ -55,19 +45,6 @@ class Tried:
     precision: float | None
     r_squared: float | None
     error: float | None
-
-    @classmethod
-    def of(cls, rung: Rung) -> "Tried":
-        """Takes the numbers of a rung."""
-        normalizer, auprc, precision = rung
-        fit = None if normalizer is None else normalizer.fit
-        return cls(
-            rows=None if normalizer is None else normalizer.num_rows,
-            auprc=auprc,
-            precision=precision,
-            r_squared=fit and fit.r_squared,
-            error=fit and fit.error,
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,7 +208,6 @@ def adopt(
       >>> [tried.rows for tried in info.tried], info.kept, len(names)
       ([None, 1], 1, 20)
     """
-    check_rows(rows, or_none=True)
     check_new(out)
     check_space(Path(out).absolute().parent, 2 * head.kernel.nbytes)
     with fit_progress(quiet=quiet) as report:
@@ -256,14 +232,7 @@ def ladder_table(info: AdoptedInfo, *, title: str) -> Table:
     ]
     lines = [(_in_words(tried), tried) for tried in info.tried]
     if info.all_logits is not None:
-        auprc, precision = info.all_logits
-        lines.append(
-            ("all logits", Tried(rows=None, auprc=auprc, precision=precision, r_squared=None, error=None))
-        )
-    return Table.of(title, columns, lines, notes=_notes(info))
-
-
-def _notes(info: AdoptedInfo) -> Sequence[str]:
+        lines.append(("all logits", _tried(Rung(None, *info.all_logits))))
     by = "AUPRC on the validation examples" if info.num_validation else "how well log Z is estimated"
     chosen = f" (the fewest rows that are nearly the best, by {by})" if len(info.tried) > 2 else ""
     notes = [
@@ -274,11 +243,19 @@ def _notes(info: AdoptedInfo) -> Sequence[str]:
     found = [f"{rule}: {value:.3f}" for rule, value in info.thresholds.items() if value is not None]
     if found:
         notes.append(f"One threshold for all classes: {'; '.join(found)}.")
-    return notes
+    return Table.of(title, columns, lines, notes=notes)
 
 
 def _in_words(tried: Tried) -> str:
     return "one logit" if tried.rows is None else f"one logit, {rows_in_words(tried.rows)}"
+
+
+def _tried(rung: Rung) -> Tried:
+    normalizer, auprc, precision = rung
+    if normalizer is None:
+        return Tried(rows=None, auprc=auprc, precision=precision, r_squared=None, error=None)
+    r_squared, error, _ = normalizer.fit
+    return Tried(rows=normalizer.num_rows, auprc=auprc, precision=precision, r_squared=r_squared, error=error)
 
 
 def _info(head: ForeignHead, ladder: Ladder) -> AdoptedInfo:
@@ -290,7 +267,7 @@ def _info(head: ForeignHead, ladder: Ladder) -> AdoptedInfo:
         class_names_sha256=_names_hash(head.class_names),
         num_examples=0 if head.features is None else len(head.features),
         num_validation=0 if head.validation is None else len(head.validation[1]),
-        tried=tuple(map(Tried.of, ladder.rungs)),
+        tried=tuple(map(_tried, ladder.rungs)),
         kept=ladder.rungs.index(ladder.chosen),
         all_logits=ladder.all_logits,
         thresholds={rule: value if value == value else None for rule, value in shared.items()},

@@ -10,19 +10,19 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from pols_jax.errors import ConfigError, RunError
+from pols_jax.evaluation.measuring import Measured
 from pols_jax.evaluation.normalizing import (
     Rung,
-    Validation,
     check_rows,
     choose_rung,
     fit_rungs,
     ladder_of,
     mean_measures,
+    measured_rung,
 )
+from pols_jax.metrics.class_blocks import ScoredSplit
 from pols_jax.metrics.thresholds import Thresholds
 from pols_jax.normalizers import Normalizer
-
-__all__ = ["ForeignHead", "Ladder", "climb", "no_thresholds"]
 
 
 class ForeignHead(NamedTuple):
@@ -53,18 +53,10 @@ class ForeignHead(NamedTuple):
         validation: tuple[Any, Any] | None = None,
         transpose: str = "give kernel.T",
     ) -> "ForeignHead":
-        """Checks arrays as somebody gives them.
+        """Checks arrays as somebody gives them to `ClassBank.from_arrays`.
 
-        Args:
-          kernel: One row per class, shape ``[k, d]``.
-          bias: One number per class, shape ``[k]``; zeros if None.
-          class_names: One name per class; the class ids if None.
-          features: Features of examples, shape ``[n, d]``, or None.
-          validation: Features and labels of other examples, or None.
-          transpose: What to do about a kernel that is ``[d, k]``.
-
-        Raises:
-          ConfigError: with one sentence that names the argument.
+        Without a bias it is zero, without names they are the class ids. A `ConfigError` names the argument that is wrong,
+        and ``transpose`` says there what to do about a kernel that is ``[d, k]``.
 
         Examples:
           >>> ForeignHead.checked(np.eye(3), None, None).class_names
@@ -78,9 +70,11 @@ class ForeignHead(NamedTuple):
         if not kernel.size:
             raise ConfigError(f"kernel must have a row for each class, got shape {list(kernel.shape)}.")
         bias = None if bias is None else _numbers("bias", bias, num_axes=1, dtype=np.float32)
-        features = None if features is None else _features("features", features)
+        if features is not None:
+            features = _numbers("features", features, num_axes=2, dtype=np.float32)
         if validation is not None:
-            validation = _features("validation features", validation[0]), np.asarray(validation[1])
+            others = _numbers("validation features", validation[0], num_axes=2, dtype=np.float32)
+            validation = others, np.asarray(validation[1])
         names = None if class_names is None else [_text(name) for name in class_names]
         _check_layout(kernel, bias, names, features, validation, transpose)
         num_classes, num_features = kernel.shape
@@ -122,12 +116,6 @@ class ForeignHead(NamedTuple):
         """The kernel rows ``[c, d]`` and the biases ``[c]`` of some classes."""
         return self.kernel[class_ids], self.bias[class_ids]
 
-    def measured(self) -> Validation | None:
-        """The validation examples with the output layer; None if there are none."""
-        if self.validation is None:
-            return None
-        return Validation(*self.validation, self.kernel.astype(np.float32, copy=False), self.bias)
-
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
@@ -142,7 +130,7 @@ class Ladder:
     rungs: tuple[Rung, ...]
     chosen: Rung
     all_logits: tuple[float, float] | None
-    _validation: Validation | None
+    _validation: Measured | None
 
     @functools.cached_property
     def thresholds(self) -> Thresholds | None:
@@ -151,7 +139,7 @@ class Ladder:
 
     def thresholds_of(self, normalizer: Normalizer | None) -> Thresholds | None:
         """What the thresholds of any of the scores follow from; None without validation examples."""
-        return self._validation and Thresholds.from_counts(self._validation.counts(normalizer, rank=True))
+        return self._validation and Thresholds.from_counts(self._validation.counts(normalizer))
 
 
 def climb(
@@ -183,29 +171,33 @@ def climb(
       >>> [rung.normalizer and rung.normalizer.num_rows for rung in ladder.rungs], ladder.chosen.normalizer.num_rows
       ([None, 1], 1)
     """
-    given = rows if isinstance(rows, Normalizer) else None
-    if given is not None and given.kernel.shape[1] != head.shape[1]:
-        raise ConfigError(
-            f"The normalizer is for {given.kernel.shape[1]} features, and kernel has {head.shape[1]}."
-        )
-    rows = "none" if isinstance(rows, Normalizer) else check_rows(rows, or_none=True)
+    given = None
+    if isinstance(rows, Normalizer):
+        given, rows = rows, "none"
+        if given.kernel.shape[1] != head.shape[1]:
+            raise ConfigError(
+                f"The normalizer is for {given.kernel.shape[1]} features, and kernel has {head.shape[1]}."
+            )
+    check_rows(rows, or_none=True)
     if rows != "none" and head.features is None:
         raise ConfigError(
             "A normalizer is fitted to features, and there are none; give features of examples, or ask for none."
         )
-    validation, all_logits = head.measured(), None
-    rungs = [Rung(None)]
-    if validation is not None:
-        counts = validation.counts(None)
+    kernel = head.kernel.astype(np.float32, copy=False)
+    validation, all_logits, rungs = None, None, [Rung(None)]
+    if head.validation is not None:
+        scored = ScoredSplit(*head.validation, kernel, head.bias)
+        validation = Measured(head.validation[0], scored, scored.example_stats())
+        counts = validation.counts(None, rank=False)
         rungs, all_logits = [Rung(None, *mean_measures(counts.one_logit))], mean_measures(counts.all_logits)
     if given is not None:
-        rungs.append(Rung(given) if validation is None else validation.rung(given))
+        rungs.append(measured_rung(given, validation))
     elif rows != "none":
         assert head.features is not None
         try:
             rungs += fit_rungs(
                 head.features,
-                head.kernel.astype(np.float32, copy=False),
+                kernel,
                 head.bias,
                 ladder=ladder_of(rows, at_most=min(len(head.features), head.num_classes - 1)),
                 validation=validation,
@@ -238,10 +230,6 @@ def _numbers(what: str, array: Any, *, num_axes: int, dtype: Any = None) -> np.n
     if dtype is None and array.dtype == np.float64:
         dtype = np.float32
     return array if dtype is None else array.astype(dtype, copy=False)
-
-
-def _features(what: str, array: Any) -> np.ndarray:
-    return _numbers(what, array, num_axes=2, dtype=np.float32)
 
 
 def _check_layout(kernel, bias, names, features, validation, transpose: str) -> None:

@@ -34,8 +34,8 @@ from pols_jax.evaluation.slc_records import (
 from pols_jax.files import check_writable
 from pols_jax.metrics.class_blocks import ExampleStats, ScoredSplit, SplitCounts
 from pols_jax.metrics.exact import Counts
-from pols_jax.metrics.thresholds import DEFAULT_RULES, Thresholds, thresholds_path
-from pols_jax.normalizers import estimates
+from pols_jax.metrics.thresholds import DEFAULT_RULES, Rule, Thresholds, thresholds_path
+from pols_jax.normalizers import Normalizer, estimates
 from pols_jax.training.features import fitting_batch, split_features
 from pols_jax.training.hosts import check_same_settings
 from pols_jax.training.run_normalizer import score_id
@@ -88,13 +88,16 @@ def evaluate(
     """
     run = Run.open(run_dir, use=use)
     normalizer = run.normalizer
-    kinds = (False, True) if normalizer is not None else (False,)
+    kinds = tuple(dict.fromkeys((None, normalizer)))
     is_first_host = jax.process_index() == 0
     if is_first_host:
-        check_writable(
-            *slc_paths(run, split), *(thresholds_path(run.directory, normalized=kind) for kind in kinds)
-        )
-    class_id = _class_id(run, histogram_class)
+        files = (thresholds_path(run.directory, normalized=kind is not None) for kind in kinds)
+        check_writable(*slc_paths(run, split), *files)
+    class_id = run.num_classes // 2
+    if histogram_class is not None:
+        if histogram_class not in run.class_names:
+            raise RunError(f"The run in {run.directory} has no class named {histogram_class!r}.")
+        class_id = run.class_names.index(histogram_class)
     if dataset is None:
         dataset = run.load_dataset(data_dir=data_dir)
     else:
@@ -104,29 +107,37 @@ def evaluate(
         | {"--batch-size": batch_size, "the split": split, "the class of the figure": class_id}
         | {"the normalizer": score_id("", normalizer), "--figures": histograms}
     )
-    with _Evaluator(run, dataset, batch_size, block_size, quiet=quiet or not is_first_host) as evaluator:
-        measured = {}
-        for name in dict.fromkeys(("validation", split)):
-            measured[name] = evaluator.scored(name)
-        chosen, counts, measured_on = {}, {}, measured[split]
-        bins = _bins(measured_on.stats) if histograms else None
-        for normalized in kinds:
-            validation = evaluator.count(measured["validation"], normalized=normalized)
-            chosen[normalized] = Thresholds.from_counts(validation)
-            counts[normalized] = evaluator.count(
-                measured_on,
-                normalized=normalized,
-                thresholds=_default_thresholds(chosen[normalized], run),
-                bins=None if normalized else bins,
+    with progress_bars(quiet=quiet or not is_first_host) as bars:
+        evaluator = _Evaluator(run, dataset, batch_size, block_size, bars)
+        measured = evaluator.scored("validation")
+        chosen = {kind: Thresholds.from_counts(evaluator.count(measured, kind)) for kind in kinds}
+        if split != "validation":
+            del measured  # its features go before those of the other split come
+            measured = evaluator.scored(split)
+        scored, stats, counts, report = measured.scored, measured.stats, {}, ()
+        bins = np.linspace(stats.smallest.min(), stats.peak.max(), _NUM_BINS + 1) if histograms else None
+        for kind in kinds:
+            rules = _default_thresholds(chosen[kind], run.num_classes)
+            counts[kind] = evaluator.count(
+                measured,
+                kind,
+                thresholds=np.stack([thresholds for *_, thresholds in rules], axis=1),
+                bins=bins if kind is None else None,
             )
-    scored, stats, used = measured_on.scored, measured_on.stats, kinds[-1]
-    scores = {"": counts[False].one_logit, "all_logits_": counts[False].all_logits}
+            report = _threshold_report(rules, counts[kind])  # in the end, that of the score that is used
+    raw = counts[None]
+    scores = {"": raw.one_logit, "all_logits_": raw.all_logits}
     if normalizer is not None:
-        scores["normalized_"] = counts[True].one_logit
-    arrays: dict[str, Any] = _per_class(scores)
+        scores["normalized_"] = counts[normalizer].one_logit
+    arrays: dict[str, Any] = {"class_sizes": np.asarray(raw.one_logit.class_sizes)}
+    for prefix, of_score in scores.items():
+        arrays |= {f"{prefix}{name}": np.asarray(values) for name, values in of_score.measures().items()}
     if bins is not None:
-        arrays |= _curves(scores) | _histograms(counts[False], bins)
-        arrays |= {
+        true_histogram, _ = np.histogram(np.asarray(raw.one_logit.own_scores), bins=bins)
+        arrays |= _curves(scores) | {
+            "bins": bins,
+            "true_histogram": true_histogram,
+            "false_histogram": raw.histogram,
             "class_id": np.array(class_id),
             "class_logits": scored.column(class_id),
             "class_labels": scored.labels == class_id,
@@ -150,18 +161,18 @@ def evaluate(
         normalizer_rows=None if normalizer is None else normalizer.num_rows,
         all_logits=_means(arrays, "all_logits_", run),
         accuracy=float(np.mean(stats.prediction == scored.labels)),
-        violation_rate=_number(counts[False].violation_rate()),
-        separation_margin=_number(counts[False].separation_margin()),
-        thresholds=_threshold_report(chosen[used], counts[used]),
+        violation_rate=_number(raw.violation_rate()),
+        separation_margin=_number(raw.separation_margin()),
+        thresholds=report,
         best_classes=best,
         worst_classes=worst,
     )
     if Run.open(run_dir, use=use).checkpoint != run.checkpoint:
         raise RunError(f"The run in {run.directory} changed while it was measured; evaluate it again.")
     if is_first_host:
-        for normalized, thresholds in chosen.items():
-            identity = score_id(run.checkpoint, normalizer if normalized else None)
-            thresholds.save(run.directory, checkpoint=identity, normalized=normalized)
+        for kind, thresholds in chosen.items():
+            identity = score_id(run.checkpoint, kind)
+            thresholds.save(run.directory, checkpoint=identity, normalized=kind is not None)
         write_slc(run, record, arrays)
     return record
 
@@ -177,33 +188,32 @@ def shared_by_hosts(run: Run, dataset: Dataset) -> dict[str, Any]:
     }
 
 
-class _Measured(NamedTuple):
-    """A split that has gone through the network once, with the estimates of its normalizer."""
+class Measured(NamedTuple):
+    """Examples after the first pass over the classes, to be counted with any normalizer."""
 
+    features: Float[np.ndarray, "examples features"]
     scored: ScoredSplit
     stats: ExampleStats
-    estimates: Float[np.ndarray, " examples"]
+
+    def counts(self, normalizer: Normalizer | None, **options: Any) -> SplitCounts:
+        """Makes the second pass, over logits minus a normalizer; the options are those of `ScoredSplit.count`."""
+        offsets = estimates(normalizer, self.features, share=self.scored.share)
+        scored, stats = self.scored.minus(self.stats, offsets)
+        return scored.count(stats, **options)
 
 
 class _Evaluator:
     """The parameters of a run, and a progress bar over what is done with them."""
 
-    def __init__(self, run: Run, dataset: Dataset, batch_size: int, block_size: int | None, *, quiet: bool):
+    def __init__(
+        self, run: Run, dataset: Dataset, batch_size: int, block_size: int | None, progress: Progress
+    ):
         self._run, self._dataset = run, dataset
         self._batch_size, self._block_size = fitting_batch(run.image_shape, most=batch_size), block_size
         self._variables = run.restore_backbone()
-        self._share = run.class_share()
-        self._kernel, self._bias = run.own_head
-        self._progress = progress_bars(quiet=quiet)
+        self._progress = progress
 
-    def __enter__(self) -> "_Evaluator":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        self._progress.stop()
-
-    def scored(self, split: str) -> _Measured:
+    def scored(self, split: str) -> Measured:
         """The features of a split with their output layer, and the first pass over the classes."""
         examples: Split = getattr(self._dataset, split)
         num_batches = -(-len(examples) // self._batch_size)
@@ -213,19 +223,16 @@ class _Evaluator:
             )
         if not len(labels):
             raise RunError(f"The {split} split of {self._dataset.name} has no picture that can be decoded.")
-        head = self._kernel, self._bias
-        scored = ScoredSplit(features, labels, *head, block_size=self._block_size, share=self._share)
+        options = {"block_size": self._block_size, "share": self._run.class_share()}
+        scored = ScoredSplit(features, labels, *self._run.own_head, **options)
         with self._task(f"{self._run.config.loss}: logits of {split}", scored.num_rounds) as advance:
             stats = scored.example_stats(advance=advance)
-        return _Measured(scored, stats, estimates(self._run.normalizer, features, share=self._share))
+        return Measured(features, scored, stats)
 
-    def count(self, measured: _Measured, *, normalized: bool, **options: Any) -> SplitCounts:
+    def count(self, measured: Measured, normalizer: Normalizer | None, **options: Any) -> SplitCounts:
         """The second pass over the classes."""
-        scored, stats, estimates = measured
-        if normalized:
-            scored, stats = scored.minus(stats, estimates)
-        with self._task(f"{self._run.config.loss}: counting", scored.num_rounds) as advance:
-            return scored.count(stats, advance=advance, **options)
+        with self._task(f"{self._run.config.loss}: counting", measured.scored.num_rounds) as advance:
+            return measured.counts(normalizer, advance=advance, **options)
 
     @contextmanager
     def _task(self, description: str, total: int) -> Iterator[Any]:
@@ -241,67 +248,46 @@ def progress_bars(*, quiet: bool) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
 
 
-def _default_thresholds(thresholds: Thresholds, run: Run) -> Float[np.ndarray, "classes rules"]:
+def _default_thresholds(thresholds: Thresholds, num_classes: int) -> list[tuple[Rule, str, np.ndarray]]:
     """For each default rule: a threshold for each class, then the one for all classes."""
-    columns = []
-    for rule in DEFAULT_RULES:
-        columns.append(thresholds.per_class(rule, num_classes=run.num_classes))
-        columns.append(np.full(run.num_classes, thresholds.shared(rule), np.float32))
-    return np.stack(columns, axis=1)
+    return [
+        (rule, scope, values)
+        for rule in DEFAULT_RULES
+        for scope, values in (
+            ("class", thresholds.per_class(rule, num_classes=num_classes)),
+            ("all classes", np.full(num_classes, thresholds.shared(rule), np.float32)),
+        )
+    ]
 
 
-def _threshold_report(thresholds: Thresholds, counts: SplitCounts) -> tuple[ThresholdScore, ...]:
+def _threshold_report(
+    rules: list[tuple[Rule, str, np.ndarray]], counts: SplitCounts
+) -> tuple[ThresholdScore, ...]:
     """What the thresholds that were chosen on validation really give, and for how many classes they keep their word."""
-    class_sizes = np.asarray(counts.one_logit.class_sizes)
-    num_classes = len(class_sizes)
-    report = []
-    for i, rule in enumerate(DEFAULT_RULES):
-        shared = thresholds.shared(rule)
-        per_class = thresholds.per_class(rule, num_classes=num_classes)
-        for j, (scope, chosen) in enumerate(
-            (("class", per_class), ("all classes", np.full(num_classes, shared)))
-        ):
-            measured = (class_sizes > 0) & ~np.isnan(chosen)
-            passing, positives = (
-                array[measured, 2 * i + j].astype(np.float64) for array in (counts.passing, counts.positives)
+    class_sizes, report = np.asarray(counts.one_logit.class_sizes), []
+    for (rule, scope, chosen), passing, positives in zip(
+        rules, counts.passing.T, counts.positives.T, strict=True
+    ):
+        measured = (class_sizes > 0) & ~np.isnan(chosen)
+        passing, positives = passing[measured], positives[measured]
+        recall = positives / class_sizes[measured]
+        precision = positives[passing > 0] / passing[passing > 0]
+        promised = {"recall": recall, "precision": precision}.get(rule.kind)
+        report.append(
+            ThresholdScore(
+                rule=str(rule),
+                chosen_for=scope,
+                threshold=_number(chosen[0]) if scope == "all classes" else None,
+                mean_recall=_mean(recall),
+                mean_precision=_mean(precision),
+                num_classes=len(recall),
+                num_classes_with_hits=len(precision),
+                num_classes_promise_held=(
+                    None if promised is None else int(np.count_nonzero(promised >= rule.value))
+                ),
             )
-            recall = positives / class_sizes[measured]
-            precision = positives[passing > 0] / passing[passing > 0]
-            promised = {"recall": recall, "precision": precision}.get(rule.kind)
-            report.append(
-                ThresholdScore(
-                    rule=str(rule),
-                    chosen_for=scope,
-                    threshold=_number(shared) if scope == "all classes" else None,
-                    mean_recall=_mean(recall),
-                    mean_precision=_mean(precision),
-                    num_classes=int(np.count_nonzero(measured)),
-                    num_classes_with_hits=len(precision),
-                    num_classes_promise_held=(
-                        None if promised is None else int(np.count_nonzero(promised >= rule.value))
-                    ),
-                )
-            )
+        )
     return tuple(report)
-
-
-def _bins(stats: ExampleStats) -> Float[np.ndarray, " edges"]:
-    return np.linspace(stats.smallest.min(), stats.peak.max(), _NUM_BINS + 1)
-
-
-def _per_class(scores: Mapping[str, Counts]) -> dict[str, np.ndarray]:
-    """The measures of every class, for each kind of score by the prefix of its names."""
-    arrays = {"class_sizes": np.asarray(scores[""].class_sizes)}
-    for prefix, counts in scores.items():
-        measures = zip(MEASURES, _class_measures(counts), strict=True)
-        arrays |= {f"{prefix}{name}": np.asarray(values) for name, values in measures}
-    return arrays
-
-
-@jax.jit
-def _class_measures(counts: Counts) -> tuple[Array, Array, Array]:
-    """The measures of each class, in the order of `MEASURES`."""
-    return counts.average_precision(), counts.precision_at_recall(0.9), counts.precision_at_recall(0.99)
 
 
 def _means(arrays: dict[str, np.ndarray], prefix: str, run: Run) -> Measures:
@@ -324,11 +310,6 @@ def _curves(scores: Mapping[str, Counts]) -> dict[str, np.ndarray]:
     return {"curve_recall": _CURVE_RECALLS, **curves}
 
 
-def _histograms(counts: SplitCounts, bins: np.ndarray) -> dict[str, np.ndarray]:
-    true, _ = np.histogram(np.asarray(counts.one_logit.own_scores), bins=bins)
-    return {"bins": bins, "true_histogram": true, "false_histogram": counts.histogram}
-
-
 def _extremes(
     auprc: np.ndarray, class_names: tuple[str, ...]
 ) -> tuple[tuple[ClassScore, ...], tuple[ClassScore, ...]]:
@@ -340,14 +321,6 @@ def _extremes(
         return tuple(ClassScore(name=class_names[i], auprc=float(auprc[i])) for i in class_ids)
 
     return named(ascending[::-1][:NUM_EXTREMES]), named(ascending[:NUM_EXTREMES])
-
-
-def _class_id(run: Run, name: str | None) -> int:
-    if name is None:
-        return run.num_classes // 2
-    if name not in run.class_names:
-        raise RunError(f"The run in {run.directory} has no class named {name!r}.")
-    return run.class_names.index(name)
 
 
 def _mean(values: np.ndarray) -> float | None:

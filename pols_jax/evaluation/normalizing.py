@@ -1,6 +1,5 @@
 """Fits a normalizer to a trained run: from its training pictures, without their labels, to one more file beside it."""
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,35 +7,19 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from pols_jax.class_shares import ClassShare
 from pols_jax.data import Dataset, StreamSplit, augment_batch, find_augmentation, sample_batch, stream_batches
 from pols_jax.errors import ConfigError, RunError
-from pols_jax.evaluation.measuring import progress_bars, shared_by_hosts
+from pols_jax.evaluation.measuring import Measured, progress_bars, shared_by_hosts
 from pols_jax.files import check_writable
-from pols_jax.metrics.class_blocks import ScoredSplit, SplitCounts
+from pols_jax.metrics.class_blocks import ScoredSplit
 from pols_jax.metrics.exact import Counts
-from pols_jax.normalizers import Normalizer, estimates, fit_normalizer
+from pols_jax.normalizers import Normalizer, fit_normalizer
 from pols_jax.training.features import split_features
 from pols_jax.training.hosts import check_same_settings, same_on_all_hosts
-from pols_jax.training.run_normalizer import normalizer_path, rows_in_words, write_normalizer
+from pols_jax.training.run_normalizer import normalizer_path, write_normalizer
 from pols_jax.training.runs import Run
-
-__all__ = [
-    "LADDER",
-    "Rung",
-    "Validation",
-    "check_rows",
-    "choose_rung",
-    "fit_progress",
-    "fit_rungs",
-    "ladder_of",
-    "mean_measures",
-    "normalize",
-    "rows_in_words",
-    "training_features",
-]
 
 LADDER = (0, 256, 1024)
 """The numbers of rows that ``choose`` tries; 0 is affine."""
@@ -71,48 +54,18 @@ class Rung(NamedTuple):
         return 1.0 if self.normalizer is None else 1 - self.normalizer.fit.r_squared
 
 
-class Validation:
-    """Validation examples, on which scores of an output layer are compared.
-
-    Args:
-      features: Features, shape ``[n, d]``.
-      labels: True classes, shape ``[n]``.
-      kernel: One row per class, shape ``[k, d]``.
-      bias: One number per class, shape ``[k]``.
-      share: The classes that this process has the rows of, if it has not all of them.
-    """
-
-    def __init__(
-        self,
-        features: Float[np.ndarray, "examples features"],
-        labels: Int[np.ndarray, " examples"],
-        kernel: Float[np.ndarray, "classes features"],
-        bias: Float[np.ndarray, " classes"],
-        *,
-        share: ClassShare | None = None,
-    ):
-        self.features = features
-        self._share = share
-        self._scored = ScoredSplit(features, labels, kernel, bias, share=share)
-        self._stats = self._scored.example_stats()
-
-    def counts(self, normalizer: Normalizer | None, *, rank: bool = False) -> SplitCounts:
-        """What every measure of one logit minus a normalizer follows from; with ``rank``, every threshold as well."""
-        scored, stats = self._scored.minus(
-            self._stats, estimates(normalizer, self.features, share=self._share)
-        )
-        return scored.count(stats, rank=rank)
-
-    def rung(self, normalizer: Normalizer | None) -> Rung:
-        """Measures a normalizer."""
-        return Rung(normalizer, *mean_measures(self.counts(normalizer).one_logit))
-
-
 def mean_measures(counts: Counts) -> tuple[float, float]:
     """AUPRC and precision at recall 0.9, averaged over the classes that have examples."""
     values = counts.average_precision(), counts.precision_at_recall(0.9)
     auprc, precision = (float(np.nanmean(np.asarray(array), dtype=np.float64)) for array in values)
     return auprc, precision
+
+
+def measured_rung(normalizer: Normalizer | None, validation: Measured | None) -> Rung:
+    """Measures a normalizer on validation examples, if there are some."""
+    if validation is None:
+        return Rung(normalizer)
+    return Rung(normalizer, *mean_measures(validation.counts(normalizer, rank=False).one_logit))
 
 
 def choose_rung(rungs: Iterable[Rung]) -> Rung:
@@ -133,49 +86,23 @@ def fit_rungs(
     bias: Float[np.ndarray, " classes"],
     *,
     ladder: Iterable[int],
-    validation: Validation | None,
-    seed: int = 0,
-    share: ClassShare | None = None,
-    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    validation: Measured | None,
+    **options: Any,
 ) -> Iterator[Rung]:
-    """Fits normalizers, and measures each.
+    """Fits a normalizer with each number of rows of the ladder, and measures it; the options are those of `fit_normalizer`.
 
-    Args:
-      features: Features of examples, shape ``[n, d]``.
-      kernel: One row per class, shape ``[k, d]``.
-      bias: One number per class, shape ``[k]``.
-      ladder: The numbers of rows; 0 is affine.
-      validation: What they are measured on; without it, each is measured by its fit to held-out features.
-      seed: Decides start and order of the fits.
-      share: The classes that this process has the rows of, if it has not all of them.
-      on_progress: As for `fit_normalizer`.
-
-    Yields:
-      One rung for each number of rows.
-
-    Raises:
-      ValueError: as `fit_normalizer` does.
+    Without validation examples, each is measured by its fit to held-out features.
     """
+    held_out = None if validation is None else validation.features
     for num_rows in ladder:
-        fitted = fit_normalizer(
-            features,
-            kernel,
-            bias,
-            num_rows=num_rows,
-            held_out=None if validation is None else validation.features,
-            seed=seed,
-            share=share,
-            on_progress=on_progress,
-        )
-        yield Rung(fitted) if validation is None else validation.rung(fitted)
+        fitted = fit_normalizer(features, kernel, bias, num_rows=num_rows, held_out=held_out, **options)
+        yield measured_rung(fitted, validation)
 
 
-def check_rows(rows: str, *, or_none: bool = False) -> str:
-    """Returns a number of rows as it is, or raises a `ConfigError` if it is none; the word none may be allowed.
+def check_rows(rows: str, *, or_none: bool = False) -> None:
+    """Raises a `ConfigError` if a number of rows is none, and no word for it either; the word none may be allowed.
 
     Examples:
-      >>> check_rows("256"), check_rows("affine"), check_rows("choose")
-      ('256', 'affine', 'choose')
       >>> check_rows("many")
       Traceback (most recent call last):
       pols_jax.errors.ConfigError: Rows of a normalizer are a number such as 256, affine or choose, got many.
@@ -184,7 +111,6 @@ def check_rows(rows: str, *, or_none: bool = False) -> str:
     if rows not in words and not (rows.isdecimal() and len(rows) < 8):
         allowed = f"{', '.join(words[:-1])} or {words[-1]}"
         raise ConfigError(f"Rows of a normalizer are a number such as 256, {allowed}, got {rows}.")
-    return rows
 
 
 def ladder_of(rows: str, *, at_most: int) -> list[int]:
@@ -256,19 +182,23 @@ def normalize(
     check_same_settings(shared_by_hosts(run, dataset) | {"--rows": rows, "--seed": seed})
     share = run.class_share()
     variables, (kernel, bias) = run.restore_backbone(), run.own_head
-    found = split_features(run.model, variables, dataset.validation)
-    validation = Validation(*found, kernel, bias, share=share)
+    features, labels = split_features(run.model, variables, dataset.validation)
+    scored = ScoredSplit(features, labels, kernel, bias, share=share)
+    validation = Measured(features, scored, scored.example_stats())
     with fit_progress(quiet=quiet or not is_first_host) as report:
         features = np.concatenate([*training_features(run, variables, dataset, seed=seed, report=report)])
-        options: dict[str, Any] = {
-            "validation": validation,
-            "seed": seed,
-            "share": share,
-            "on_progress": report,
-        }
-        ladder = ladder_of(rows, at_most=len(features))
+        fits = fit_rungs(
+            features,
+            kernel,
+            bias,
+            ladder=ladder_of(rows, at_most=len(features)),
+            validation=validation,
+            seed=seed,
+            share=share,
+            on_progress=report,
+        )
         try:
-            rungs = [*fit_rungs(features, kernel, bias, ladder=ladder, **options)]
+            rungs = list(fits)
         except ValueError as error:
             raise ConfigError(f"{run.directory}: {error}") from error
     chosen = choose_rung(rungs)
@@ -278,7 +208,7 @@ def normalize(
     if is_first_host:
         write_normalizer(run.directory, chosen.normalizer, checkpoint=run.checkpoint)
     same_on_all_hosts(0)  # whoever evaluates next finds it
-    return [validation.rung(None), *(each for each in rungs if each is not chosen), chosen]
+    return [measured_rung(None, validation), *(each for each in rungs if each is not chosen), chosen]
 
 
 def training_features(
@@ -303,13 +233,12 @@ def training_features(
             return run.model.backbone.apply(variables, batch.images)
 
         done = 0
-        for step in itertools.count():
-            if done >= total:
-                break
-            batch = next(batches)
+        for step, batch in enumerate(batches):
             yield np.asarray(streamed(variables, batch, step), np.float32)[np.asarray(batch.where)]
             done += int(np.count_nonzero(batch.where))
             report(what, done, total)
+            if done >= total:
+                break
         return
     plain, _ = split_features(run.model, variables, split, batch_size=_BATCH_SIZE)
     yield plain.astype(np.float32)

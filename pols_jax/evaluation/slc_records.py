@@ -17,16 +17,6 @@ from pols_jax.metrics.thresholds import DEFAULT_RULES
 from pols_jax.schema import ArrayKind, decode, encode, json_field, read_arrays, read_record
 from pols_jax.training.runs import Run
 
-__all__ = [
-    "MEASURES",
-    "ClassScore",
-    "Measures",
-    "SlcRecord",
-    "ThresholdScore",
-    "read_class_arrays",
-    "read_slc",
-]
-
 MEASURES = ("auprc", "precision_at_0.9", "precision_at_0.99")
 """The measures of the paper's tables, by their names in ``slc.json`` and ``slc.npz``."""
 
@@ -53,9 +43,9 @@ class Measures:
         """The measures in the order of `MEASURES`."""
         return self.auprc, self.precision_at_90, self.precision_at_99
 
-    def errors(self) -> tuple[float, float, float]:
+    def errors(self) -> tuple[float, ...]:
         """One minus each of them, as the tables print it."""
-        return 1 - self.auprc, 1 - self.precision_at_90, 1 - self.precision_at_99
+        return tuple(1 - value for value in self.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,21 +157,11 @@ class SlcRecord:
         return decode(cls, values)
 
 
-# What slc.npz holds: values per class, and what figures need if histograms were asked for.
-_PER_CLASS = {
-    "class_sizes": ArrayKind("iu", ("classes",)),
-    **{
-        f"{scores}{measure}": ArrayKind("f", ("classes",))
-        for scores in ("", "all_logits_")
-        for measure in MEASURES
-    },
-    **{f"normalized_{measure}": ArrayKind("f", ("classes",), True) for measure in MEASURES},
-}
+# What slc.npz holds: values per class by each score, and what figures need if histograms were asked for.
+_SCORES = ("", "all_logits_", "normalized_")
 _FOR_FIGURES = {
     "curve_recall": ArrayKind("f", ("recalls",), True),
-    "curve_precision": ArrayKind("f", ("recalls",), True),
-    "all_logits_curve_precision": ArrayKind("f", ("recalls",), True),
-    "normalized_curve_precision": ArrayKind("f", ("recalls",), True),
+    **{f"{scores}curve_precision": ArrayKind("f", ("recalls",), True) for scores in _SCORES},
     "bins": ArrayKind("f", ("edges",), True),
     "true_histogram": ArrayKind("iu", ("bins",), True),
     "false_histogram": ArrayKind("iu", ("bins",), True),
@@ -189,7 +169,16 @@ _FOR_FIGURES = {
     "class_logits": ArrayKind("f", ("examples",), True),
     "class_labels": ArrayKind("b", ("examples",), True),
 }
-_ARRAYS = {"checkpoint": ArrayKind("U", (), True), **_PER_CLASS, **_FOR_FIGURES}
+_ARRAYS = {
+    "checkpoint": ArrayKind("U", (), True),
+    "class_sizes": ArrayKind("iu", ("classes",)),
+    **{
+        f"{scores}{measure}": ArrayKind("f", ("classes",), is_optional=scores == "normalized_")
+        for scores in _SCORES
+        for measure in MEASURES
+    },
+    **_FOR_FIGURES,
+}
 
 
 def slc_paths(run: Run, split: str) -> tuple[Path, Path]:
@@ -215,25 +204,21 @@ def read_slc(run: Run) -> SlcRecord:
     _check_there(run, path)
     record = read_record(SlcRecord, path)
     _check_checkpoint(run, path, record.checkpoint)
-    if (record.loss, record.num_classes) != (run.config.loss, run.num_classes):
-        raise RunError(
-            f"{path} is not about this run; evaluate it again with pols eval {shell_word(run.directory)}."
-        )
-    if why := _what_is_missing(record):
-        raise RunError(
-            f"{path} cannot be used: {why}; evaluate it again with pols eval {shell_word(run.directory)}."
-        )
+    if why := _problem(run, record):
+        raise RunError(f"{path} {why}; evaluate it again with pols eval {shell_word(run.directory)}.")
     return record
 
 
-def _what_is_missing(record: SlcRecord) -> str | None:
-    """Which list of a record lacks something, if one does."""
+def _problem(run: Run, record: SlcRecord) -> str | None:
+    """What is wrong with a record, if anything is."""
+    if (record.loss, record.num_classes) != (run.config.loss, run.num_classes):
+        return "is not about this run"
     scopes = [(score.rule, score.chosen_for) for score in record.thresholds]
     if scopes != [(str(rule), scope) for rule in DEFAULT_RULES for scope in ("class", "all classes")]:
-        return "thresholds does not have each rule for a class and for all classes"
+        return "cannot be used: thresholds does not have each rule for a class and for all classes"
     for name in ("best_classes", "worst_classes"):
         if len(getattr(record, name)) != min(NUM_EXTREMES, record.num_classes_with_examples):
-            return f"{name} has {len(getattr(record, name))} classes"
+            return f"cannot be used: {name} has {len(getattr(record, name))} classes"
     return None
 
 

@@ -58,10 +58,8 @@ def slc_csv(records: Sequence[SlcRecord]) -> str:
       ['loss', 'dataset']
     """
     training = ("loss", "dataset", "split", "run", "step", "learning_rate", "batch_size")
-    first, last = (
-        (*training, "num_examples", "num_classes"),
-        ("accuracy", "violation_rate", "separation_margin"),
-    )
+    first = (*training, "num_examples", "num_classes")
+    last = ("accuracy", "violation_rate", "separation_margin")
     measures = [(field, measure) for field in SCORES.values() for measure in MEASURES]
     rows = []
     for values in (record.to_json() for record in sort_by_loss(records)):
@@ -71,20 +69,14 @@ def slc_csv(records: Sequence[SlcRecord]) -> str:
 
 
 def per_class_csv(runs: Sequence[str | Path]) -> str:
-    """Writes one line per run and class, from the evaluated run directories.
+    """Writes the measures of each class by each score, one line per evaluated run and class.
 
-    Args:
-      runs: Run directories that hold ``slc.npz`` and ``class_names.json``.
-
-    Returns:
-      CSV with the measures of each class by each score; empty cells for a class without examples.
+    The cells of a class without examples are empty.
     """
     opened = [Run.open(run) for run in runs]
     found = [read_class_arrays(run) for run in opened]
-    groups = [
-        group for group in ("", "normalized_", "all_logits_") if any(f"{group}auprc" in a for a in found)
-    ]
-    measures = [f"{group}{measure}" for group in groups for measure in MEASURES]
+    names = [f"{group}{measure}" for group in ("", "normalized_", "all_logits_") for measure in MEASURES]
+    measures = [name for name in names if any(name in arrays for arrays in found)]
     rows = []
     for run, arrays in zip(opened, found, strict=True):
         empty = np.full(run.num_classes, np.nan)
@@ -97,12 +89,8 @@ def per_class_csv(runs: Sequence[str | Path]) -> str:
 def threshold_tables(records: Sequence[SlcRecord]) -> list[Table]:
     """What the thresholds that were chosen on the validation split really give, one table for each data set.
 
-    Args:
-      records: Evaluation records, in any order.
-
-    Returns:
-      Tables with one row per loss and rule: for a threshold per class and for one threshold for all classes, the mean
-      recall, the mean precision, and in how many classes the wanted value was reached.
+    There is one row per loss and rule: for a threshold per class and for one threshold for all classes, the mean recall,
+    the mean precision, and in how many classes the wanted value was reached.
     """
     return [_threshold_table(group) for group in group_by_data(records)]
 
@@ -136,13 +124,9 @@ def _threshold_table(records: Sequence[SlcRecord]) -> Table:
 
 
 def slc_tables(records: Sequence[SlcRecord]) -> list[Table]:
-    """The errors with each score, accuracy, and how far the principle holds; what that says in plain words.
+    """One table for each data set: the errors with each score, accuracy, and how far the principle holds.
 
-    Args:
-      records: Evaluation records, in any order.
-
-    Returns:
-      One table for each data set.
+    The notes below it say that in plain words.
     """
     return [_slc_table(group) for group in group_by_data(records)]
 
@@ -180,19 +164,14 @@ def _slc_table(records: Sequence[SlcRecord]) -> Table:
 
 def _step_of(record: SlcRecord) -> str:
     """Which step was measured, where that is not the last one of every run."""
-    last = record.steps or record.step
-    return f"{record.step:,} (best)" if record.step != last else f"{record.step:,} (last)"
+    return f"{record.step:,} ({'last' if record.steps in (None, record.step) else 'best'})"
 
 
 def slc_rows(records: Sequence[SlcRecord]) -> list[Row]:
     """Builds the lines of the table of one data set.
 
-    Args:
-      records: Evaluation records of one data set, in any order.
-
-    Returns:
-      One line per run in the order of `LOSSES`, not aligned ones first, each followed by the paper's line where the paper
-      has one; last, the mean relative improvement, if there are runs of both kinds.
+    That is one line per run in the order of `LOSSES`, not aligned ones first, each followed by the paper's line where the
+    paper has one; last, the mean relative improvement, if there are runs of both kinds.
     """
     rows: list[Row] = []
     ordered = sorted(sort_by_loss(records), key=lambda record: record.loss in ALIGNED)
@@ -215,13 +194,7 @@ def slc_rows(records: Sequence[SlcRecord]) -> list[Row]:
 
 
 def mean_improvement(errors: Mapping[str, Sequence[float]]) -> tuple[float, ...] | None:
-    """How much smaller the mean error of the aligned losses is, for each measure.
-
-    Args:
-      errors: Loss -> one minus each measure.
-
-    Returns:
-      `relative_improvement` of each measure, or None unless there are losses of both kinds.
+    """How much smaller the mean error of the aligned losses is, for each measure; None unless there are both kinds.
 
     Examples:
       >>> mean_improvement({"cross_entropy": [0.4], "batch_cross_entropy": [0.1]})
@@ -239,12 +212,8 @@ def mean_improvement(errors: Mapping[str, Sequence[float]]) -> tuple[float, ...]
 def conclusions(records: Sequence[SlcRecord]) -> list[str]:
     """What the records of one data set say, in plain words and whichever way it falls.
 
-    Args:
-      records: Evaluation records of one data set, in any order.
-
-    Returns:
-      A sentence on the best loss of each kind, aligned or not, that compares its one logit with all its logits; and if
-      there are both, a sentence that compares the two.
+    A sentence on the best loss of each kind, aligned or not, compares its one logit with all its logits; if there are
+    both, another one compares the two.
     """
     best = []
     for is_aligned in (False, True):

@@ -1,4 +1,4 @@
-"""Checks of arguments, at trace time: an error names the argument and says what it should be."""
+"""Arguments at trace time: an error names the one that is wrong and says what it should be; and the dtype of their sums."""
 
 from typing import Any
 
@@ -143,3 +143,17 @@ def check_noise_probs(noise_probs: ArrayLike, num_classes: int) -> Float[Array, 
         if not abs(values.sum() - 1.0) < 1e-2:
             raise ValueError(f"noise_probs must sum to one, got {values.sum()}.")
     return noise_probs
+
+
+def accumulation_dtype(*arrays: Float[Array, "..."]) -> jnp.dtype:
+    """Returns the widest dtype of the arrays, or float32 if that is wider.
+
+    The value of a single logit is compared with a threshold, and a loss adds up many of them: 16 bits would blur both.
+    (``jnp.promote_types`` would refuse to mix bfloat16 and float32 where a program asks for strict promotion.)
+
+    Examples:
+      >>> accumulation_dtype(jnp.ones(3, jnp.bfloat16))
+      dtype('float32')
+    """
+    widest = max((array.dtype for array in arrays), key=lambda dtype: jnp.finfo(dtype).bits)
+    return widest if jnp.finfo(widest).bits > 32 else jnp.dtype(jnp.float32)

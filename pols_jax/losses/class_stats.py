@@ -15,9 +15,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from pols_jax.losses.checks import accumulation_dtype
 from pols_jax.losses.device_axes import partitioned_by_xla
 from pols_jax.losses.noise import Noise
-from pols_jax.losses.precision import accumulation_dtype
 
 
 class LogSumExp(NamedTuple):
@@ -29,11 +29,6 @@ class LogSumExp(NamedTuple):
     Attributes:
       peak: The largest exponent. Its gradient is stopped; that of ``log_sum`` is the whole gradient.
       log_sum: The logarithm of the sum of the exponentials, taken relative to ``peak``.
-
-    Examples:
-      >>> parts = LogSumExp(peak=jnp.float32(1e4), log_sum=jnp.float32(0.25))
-      >>> float((parts.peak - 1e4) + parts.log_sum)
-      0.25
     """
 
     peak: Float[Array, "..."]

@@ -35,17 +35,15 @@ def _varying_axes(array: Array) -> frozenset[str]:
     return jax.typeof(array).manual_axis_type.varying
 
 
-def explicit_axes(tree: Any) -> tuple[str, ...]:
-    """Names the axes of an explicit mesh that an array of the tree is sharded over; none, if there is no such mesh.
+def is_on_explicit_mesh(tree: Any) -> bool:
+    """Tells whether an array of the tree is sharded over axes of an explicit mesh.
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> explicit_axes(jnp.ones(3))
-      ()
+      >>> is_on_explicit_mesh(jnp.ones(3))
+      False
     """
-    specs = [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(tree)]
-    names = (axis if isinstance(axis, tuple) else (axis,) for spec in specs for axis in spec)
-    return tuple(dict.fromkeys(name for group in names for name in group if name is not None))
+    return any(any(jax.typeof(leaf).sharding.spec) for leaf in jax.tree.leaves(tree))
 
 
 def partitioned_by_xla(function: Callable[..., Tree], arrays: tuple[Any, ...], *, out_spec: P) -> Tree:

@@ -27,23 +27,32 @@ Reference: Keren, Sabato and Schuller, *Fast Single-Class Classification and the
 Equation and section numbers below are that paper's.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pols_jax.errors import unknown_name
-from pols_jax.losses.checks import check_positive
-from pols_jax.losses.feeding import Logits, class_stats, real_examples
-from pols_jax.losses.global_batch import AxisName
+from pols_jax.losses.checks import (
+    check_labels,
+    check_logits_and_labels,
+    check_output_layer,
+    check_positive,
+)
+from pols_jax.losses.class_stats import DenseStats
+from pols_jax.losses.global_batch import AxisName, GlobalBatch, Where
+from pols_jax.losses.linear_logits import LinearLogits
+from pols_jax.losses.linear_stats import LinearStats
 from pols_jax.losses.noise import Noise
 
-Where = Bool[ArrayLike, "*batch"] | Float[ArrayLike, "*batch"] | Int[ArrayLike, "*batch"]
-"""A mask or weights."""
+Logits = Float[Array, "*batch classes"] | LinearLogits
+"""What a loss takes: an array of logits, or an output layer that stands for it."""
 
 
 def cross_entropy(logits: Logits, labels: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
@@ -66,7 +75,7 @@ def cross_entropy(logits: Logits, labels: Int[Array, "*batch"]) -> Float[Array, 
       >>> cross_entropy(jnp.array([[2.0, 1.0]]), jnp.array([0]))
       Array([0.3133], dtype=float32)
     """
-    true_logit, (peak, log_sum) = class_stats(logits, labels).logsumexp()
+    true_logit, (peak, log_sum) = _class_stats(logits, labels).logsumexp()
     return (peak - true_logit) + log_sum
 
 
@@ -93,7 +102,7 @@ def max_margin(
       Array([0.5, 0. ], dtype=float32)
     """
     check_positive("margin", margin)
-    true_logit, max_false_logit = class_stats(logits, labels).max_false_logit()
+    true_logit, max_false_logit = _class_stats(logits, labels).max_false_logit()
     return jax.nn.relu(margin - true_logit + max_false_logit)
 
 
@@ -120,7 +129,7 @@ def self_normalization(
       Array([0.8484], dtype=float32)
     """
     check_positive("alpha", alpha)
-    true_logit, (peak, log_sum) = class_stats(logits, labels).logsumexp()
+    true_logit, (peak, log_sum) = _class_stats(logits, labels).logsumexp()
     return (peak - true_logit) + log_sum + alpha * (peak + log_sum) ** 2
 
 
@@ -156,7 +165,7 @@ def noise_contrastive_estimation(
       >>> noise_contrastive_estimation(jnp.array([[2.0, 1.0]]), jnp.array([0]), num_noise=2)
       Array([3.5671], dtype=float32)
     """
-    stats = class_stats(logits, labels)
+    stats = _class_stats(logits, labels)
     noise = Noise.of(num_noise=num_noise, noise_probs=noise_probs, num_classes=stats.num_classes)
     true_score, softplus_sum = stats.noise_softplus_sum(noise)
     return jax.nn.softplus(-true_score) + softplus_sum
@@ -181,7 +190,7 @@ def binary_cross_entropy(logits: Logits, labels: Int[Array, "*batch"]) -> Float[
       >>> binary_cross_entropy(jnp.array([[2.0, 1.0]]), jnp.array([0]))
       Array([1.4402], dtype=float32)
     """
-    true_logit, softplus_sum = class_stats(logits, labels).false_softplus_sum()
+    true_logit, softplus_sum = _class_stats(logits, labels).false_softplus_sum()
     return jax.nn.softplus(-true_logit) + softplus_sum
 
 
@@ -219,8 +228,8 @@ def batch_cross_entropy(
       >>> batch_cross_entropy(jnp.array([[3.0, 0.0], [0.0, 3.0]]), jnp.array([0, 1]))
       Array(0.0486, dtype=float32)
     """
-    logits, labels, batch = real_examples(logits, labels, where=where, axis_name=axis_name)
-    true_logit, parts = class_stats(logits, labels).logsumexp()
+    logits, labels, batch = _real_examples(logits, labels, where=where, axis_name=axis_name)
+    true_logit, parts = _class_stats(logits, labels).logsumexp()
     peak, log_mean = batch.logmeanexp(parts)
     return batch.mean(peak - true_logit) + log_mean
 
@@ -256,8 +265,8 @@ def batch_max_margin(
       0.5
     """
     check_positive("margin", margin)
-    logits, labels, batch = real_examples(logits, labels, where=where, axis_name=axis_name)
-    true_logit, max_false_logit = class_stats(logits, labels).max_false_logit()
+    logits, labels, batch = _real_examples(logits, labels, where=where, axis_name=axis_name)
+    true_logit, max_false_logit = _class_stats(logits, labels).max_false_logit()
     of_batch = jax.nn.relu(margin - batch.min(true_logit) + batch.max(max_false_logit))
     of_examples = jax.nn.relu(margin - true_logit + max_false_logit)
     return of_batch / batch.size(of_batch.dtype) + batch.mean(of_examples)
@@ -328,7 +337,7 @@ def make_loss(name: str, **hyperparameters: Any) -> MeanLoss:
     def mean_loss(logits, labels, *, where=None, axis_name=None):
         if is_batch_loss:
             return loss(logits, labels, where=where, axis_name=axis_name, **hyperparameters)
-        logits, labels, batch = real_examples(logits, labels, where=where, axis_name=axis_name)
+        logits, labels, batch = _real_examples(logits, labels, where=where, axis_name=axis_name)
         return batch.mean(loss(logits, labels, **hyperparameters))
 
     return mean_loss
@@ -349,8 +358,41 @@ def is_correct(logits: Logits, labels: Int[Array, "*batch"]) -> Bool[Array, "*ba
       >>> is_correct(jnp.array([[2.0, 1.5], [4.0, 3.0]]), jnp.array([0, 1])).tolist()
       [True, False]
     """
-    true_logit, max_false_logit = class_stats(logits, labels).max_false_logit()
+    true_logit, max_false_logit = _class_stats(logits, labels).max_false_logit()
     return true_logit > max_false_logit
+
+
+def _class_stats(logits: Logits, labels) -> DenseStats | LinearStats:
+    """The statistics of what is given: from all the logits, or class block by class block."""
+    logits, labels = _checked(logits, labels)
+    return LinearStats(logits, labels) if isinstance(logits, LinearLogits) else DenseStats(logits, labels)
+
+
+def _real_examples(
+    logits: Logits, labels, *, where, axis_name
+) -> tuple[Logits, Int[Array, "*batch"], GlobalBatch]:
+    """What is given, with zeros in the rows that are not real, and the batch that they are part of.
+
+    Not even a NaN in a row that is not real reaches a gradient then.
+    """
+    logits, labels = _checked(logits, labels)
+    batch = GlobalBatch.of(labels, where, axis_name)
+    is_real, labels = batch.where[..., None], jnp.where(batch.where, labels, 0)
+    if isinstance(logits, LinearLogits):
+        features = jnp.where(is_real, logits.features, 0.0)
+        return dataclasses.replace(logits, features=features), labels, batch
+    return jnp.where(is_real, logits, 0.0), labels, batch
+
+
+def _checked(logits, labels) -> tuple[Logits, Int[Array, "*batch"]]:
+    """What is given, as arrays of the right shapes; an error that names the argument if they are not."""
+    if not isinstance(logits, LinearLogits):
+        return check_logits_and_labels(logits, labels)
+    features, kernel, bias = check_output_layer(logits.features, logits.kernel, logits.bias)
+    if logits.block_size is not None and logits.block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {logits.block_size}.")
+    labels = check_labels(labels, features.shape, name="features")
+    return dataclasses.replace(logits, features=features, kernel=kernel, bias=bias), labels
 
 
 def _check_hyperparameters(loss, given):

@@ -13,6 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 from pols_jax.losses.class_stats import LogSumExp
 
 AxisName = str | Sequence[str]
+Where = Bool[ArrayLike, "*batch"] | Float[ArrayLike, "*batch"] | Int[ArrayLike, "*batch"]
+"""A mask or weights."""
 
 
 class GlobalBatch(NamedTuple):
@@ -37,7 +39,7 @@ class GlobalBatch(NamedTuple):
     def of(
         cls,
         labels: Int[Array, "*batch"],
-        where: Bool[ArrayLike, "*batch"] | Float[ArrayLike, "*batch"] | Int[ArrayLike, "*batch"] | None,
+        where: Where | None,
         axis_name: AxisName | None,
     ) -> "GlobalBatch":
         """Checks a mask or weights against the labels; None means that every example is real."""

@@ -1,17 +1,12 @@
 """Logits as the product that they are: features times an output layer, not yet multiplied."""
 
 import dataclasses
-import functools
 
 import jax
 from jaxtyping import Array, Float
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("features", "kernel", "bias"),
-    meta_fields=("block_size", "class_axis_name"),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinearLogits:
     """The logits ``features @ kernel.T + bias``, for a loss that never needs all of them at once.
@@ -47,5 +42,5 @@ class LinearLogits:
     kernel: Float[Array, "classes features"]
     bias: Float[Array, " classes"] | None = None
     _: dataclasses.KW_ONLY
-    block_size: int | None = None
-    class_axis_name: str | None = None
+    block_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+    class_axis_name: str | None = dataclasses.field(default=None, metadata={"static": True})

@@ -20,15 +20,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from pols_jax.losses.checks import accumulation_dtype
 from pols_jax.losses.class_stats import LogSumExp
-from pols_jax.losses.device_axes import explicit_axes, partitioned_by_xla, vary_alike
+from pols_jax.losses.device_axes import is_on_explicit_mesh, partitioned_by_xla, vary_alike
 from pols_jax.losses.linear_logits import LinearLogits
 from pols_jax.losses.noise import Noise
-from pols_jax.losses.precision import accumulation_dtype
 
 # The logits of one block. On a CPU they stay in the caches; on an accelerator the product is large enough to be fast.
-_BLOCK_BYTES = {"cpu": 2**22}
-_BLOCK_BYTES_OF_AN_ACCELERATOR = 2**27
+_CPU_BLOCK_BYTES, _ACCELERATOR_BLOCK_BYTES = 2**22, 2**27
 _SMALLEST_BLOCK = 1024
 
 
@@ -42,7 +41,7 @@ def default_block_size(num_examples: int, num_features: int, num_classes: int) -
       >>> default_block_size(128, 512, 1000)
       1000
     """
-    budget = _BLOCK_BYTES.get(jax.default_backend(), _BLOCK_BYTES_OF_AN_ACCELERATOR)
+    budget = _CPU_BLOCK_BYTES if jax.default_backend() == "cpu" else _ACCELERATOR_BLOCK_BYTES
     fitting = max(budget // (4 * max(num_examples, num_features, 1)), _SMALLEST_BLOCK)
     return min(2 ** (fitting.bit_length() - 1), num_classes)
 
@@ -85,15 +84,15 @@ class LinearStats:
 
     def false_softplus_sum(self) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
         """The true logit, and the sum of softplus over the false logits."""
-        return self._pass(partial(_softplus_pass, True), lax.psum)
+        return self._pass(_softplus_pass, lax.psum)
 
     def noise_softplus_sum(self, noise: Noise) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
         """The true score, and the sum over all classes of ``count * softplus(score)``; the noise gets no gradient."""
-        return self._pass(partial(_softplus_pass, False), lax.psum, noise)
+        return self._pass(_softplus_pass, lax.psum, noise)
 
     def _pass(self, over_blocks: Callable, merge: Callable, noise: Noise | None = None) -> Any:
         features, kernel, bias = self._logits.features, self._logits.kernel, self._logits.bias
-        if explicit_axes((features, kernel, bias)):
+        if is_on_explicit_mesh((features, kernel, bias)):
             # The places of the blocks are no business of the caller's.
             return partitioned_by_xla(
                 lambda logits, labels, noise: LinearStats(logits, labels)._pass(over_blocks, merge, noise),
@@ -189,7 +188,7 @@ def _gradients(inputs: _Inputs, block_size: int, true_cotangent, cotangents_of: 
 
     ``cotangents_of`` maps a block to the cotangents of its logits, without that of the true logit.
     """
-    features, kernel, bias = inputs.features, inputs.kernel, inputs.bias
+    features, kernel, bias, *_ = inputs
     dtype = inputs.dtype
 
     def body(carry, block: _Block):
@@ -207,19 +206,13 @@ def _gradients(inputs: _Inputs, block_size: int, true_cotangent, cotangents_of: 
         )
 
     zeros = (jnp.zeros_like(features, dtype), *jax.tree.map(jnp.zeros_like, (kernel, bias)))
-    for_features, for_kernel, for_bias = _over_blocks(inputs, block_size, body, zeros)
-    return (_cotangents(inputs, for_features, for_kernel, for_bias),)
+    return (_cotangents(inputs, *_over_blocks(inputs, block_size, body, zeros)),)
 
 
 def _cotangents(inputs: _Inputs, for_features, for_kernel, for_bias) -> _Inputs:
     """Labels and noise have none."""
-    return inputs._replace(
-        features=for_features.astype(inputs.features.dtype),
-        kernel=for_kernel,
-        bias=for_bias,
-        labels=None,
-        noise=None,
-    )
+    for_features = for_features.astype(inputs.features.dtype)
+    return inputs._replace(features=for_features, kernel=for_kernel, bias=for_bias, labels=None, noise=None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -256,25 +249,25 @@ def _logsumexp_backward(block_size, residuals, cotangents):
 _logsumexp_pass.defvjp(_logsumexp_forward, _logsumexp_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _softplus_pass(false_only, block_size, inputs: _Inputs):
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _softplus_pass(block_size, inputs: _Inputs):
     def body(carry, block: _Block):
         true, total = carry
-        terms = _counted(jax.nn.softplus(block.logits), block, false_only)
+        terms = _counted(jax.nn.softplus(block.logits), block)
         return _add_true(true, block), total + jnp.sum(terms, axis=0)
 
     return _over_blocks(inputs, block_size, body, (inputs.zeros(), inputs.zeros()))
 
 
-def _softplus_forward(false_only, block_size, inputs):
-    return _softplus_pass(false_only, block_size, inputs), inputs
+def _softplus_forward(block_size, inputs):
+    return _softplus_pass(block_size, inputs), inputs
 
 
-def _softplus_backward(false_only, block_size, inputs, cotangents):
+def _softplus_backward(block_size, inputs, cotangents):
     true_cotangent, for_sum = cotangents
 
     def sigmoid(block: _Block):
-        return _counted(jax.nn.sigmoid(block.logits), block, false_only) * for_sum[None, :]
+        return _counted(jax.nn.sigmoid(block.logits), block) * for_sum[None, :]
 
     return _gradients(inputs, block_size, true_cotangent, sigmoid)
 
@@ -282,13 +275,11 @@ def _softplus_backward(false_only, block_size, inputs, cotangents):
 _softplus_pass.defvjp(_softplus_forward, _softplus_backward)
 
 
-def _counted(terms, block: _Block, false_only: bool):
-    """Leaves out the true classes, or multiplies with the weights."""
-    if false_only:
-        terms = jnp.where(block.is_true, 0.0, terms)
-    if block.weights is not None:
-        terms = terms * jnp.broadcast_to(block.weights, terms.shape)
-    return terms
+def _counted(terms, block: _Block):
+    """Multiplies with the weights of the noise; without noise, leaves out the true classes."""
+    if block.weights is None:
+        return jnp.where(block.is_true, 0.0, terms)
+    return terms * jnp.broadcast_to(block.weights, terms.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -7,8 +7,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from pols_jax.losses.checks import check_noise_probs, check_positive
-from pols_jax.losses.precision import accumulation_dtype
+from pols_jax.losses.checks import accumulation_dtype, check_noise_probs, check_positive
 
 
 class Noise(NamedTuple):

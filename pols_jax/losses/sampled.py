@@ -8,6 +8,7 @@ Classes are drawn by the alias method: a table is built once from the probabilit
 noise needs no table.
 """
 
+import functools
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -16,10 +17,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from pols_jax.losses.checks import check_labels, check_noise_probs, check_output_layer
+from pols_jax.losses.checks import accumulation_dtype, check_labels, check_noise_probs, check_output_layer
 from pols_jax.losses.global_batch import GlobalBatch
 from pols_jax.losses.noise import Noise
-from pols_jax.losses.precision import accumulation_dtype
 
 
 class NoiseSampler(NamedTuple):
@@ -263,17 +263,12 @@ def touched_classes(
       >>> touched.classes.tolist(), touched.true.tolist(), touched.repetitions.tolist()
       ([1, 3, 5, 9, 10], [1, 0], [1, 0, 2, 0, 0])
     """
-    num_labels, num_entries = len(labels), len(labels) + len(drawn)
     entries = jnp.concatenate([labels.astype(jnp.int32), drawn.astype(jnp.int32)])
-    order = jnp.argsort(entries)
-    ordered = entries[order]
-    is_new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
-    place_of_ordered = jnp.cumsum(is_new.astype(jnp.int32)) - 1
-    nowhere = num_classes + jnp.arange(num_entries, dtype=jnp.int32)
-    classes = nowhere.at[place_of_ordered].set(ordered)
-    places = jnp.zeros_like(order).at[order].set(place_of_ordered, unique_indices=True)
-    repetitions = jnp.zeros_like(entries).at[places[num_labels:]].add(1)
-    return TouchedClasses(classes, places[:num_labels], repetitions)
+    classes, places = jnp.unique(entries, return_inverse=True, size=len(entries), fill_value=num_classes)
+    nowhere = num_classes + jnp.arange(len(entries), dtype=jnp.int32)
+    true, others = jnp.split(places.astype(jnp.int32), [len(labels)])
+    repetitions = jnp.zeros_like(entries).at[others].add(1)
+    return TouchedClasses(jnp.where(classes < num_classes, classes, nowhere), true, repetitions)
 
 
 def loss_of_touched(
@@ -285,17 +280,10 @@ def loss_of_touched(
     sampler: Sampler,
     num_noise: int,
 ) -> Float[Array, " batch"]:
-    """Computes `sampled_noise_contrastive_estimation` from the rows of the touched classes alone.
+    """Computes `sampled_noise_contrastive_estimation` from the rows and biases of the touched classes alone.
 
     A class that is true for several examples, or drawn several times, or both, has one row, and one sum of its gradients.
-
-    Args:
-      features: Features, shape ``[m, d]``.
-      kernel: Rows of the touched classes, shape ``[u, d]``.
-      bias: Their biases, shape ``[u]``.
-      touched: Which classes they are; ``true`` may be that of a part of the batch.
-      sampler: What drew the noise classes.
-      num_noise: How many were drawn.
+    ``touched.true`` may be that of a part of the batch.
 
     Examples:
       >>> touched = touched_classes(jnp.array([3, 1]), jnp.array([1, 5, 5, 0]), num_classes=8)
@@ -304,12 +292,11 @@ def loss_of_touched(
       ... )  # scores 0 - log(4 / 8): log(1 + 1/2) + 4 log(1 + 2)
       Array([4.7999, 4.7999], dtype=float32)
     """
-    dtype = accumulation_dtype(features, kernel, bias)
-    _, log_counts = Noise(jnp.asarray(num_noise), sampler.probs).of_classes(touched.classes).counts()
-    shifts = bias.astype(dtype) - log_counts.astype(dtype)
-    scores = _sum_of_products("md,ud->mu", features, kernel, dtype) + shifts[None, :]
+    product, shifts = _score_parts(features, kernel, bias, touched.classes, sampler, num_noise)
+    scores = product("md,ud->mu", features, kernel) + shifts[None, :]
     true_scores = jnp.take_along_axis(scores, touched.true[:, None], axis=1)[:, 0]
-    return _equation(true_scores, scores, touched.repetitions.astype(dtype))
+    noise_terms = jax.nn.softplus(scores) * touched.repetitions.astype(scores.dtype)[None, :]
+    return jax.nn.softplus(-true_scores) + jnp.sum(noise_terms, axis=1)
 
 
 def _drawn_rows(key, kernel, bias, labels, sampler: Sampler, num_noise: int, shared: bool):
@@ -323,31 +310,23 @@ def _loss_of_rows(features, rows, classes, sampler: Sampler, num_noise: int):
     """``softplus(-s_y) + sum of softplus(s_c)`` over the drawn classes c, with ``s_j = z_j - log(t q_j)``."""
     num_examples, num_features = features.shape
     kernel, bias = rows
+    product, shifts = _score_parts(features, kernel, bias, classes, sampler, num_noise)
+    (true, noise), (true_shifts, noise_shifts) = (jnp.split(a, [num_examples]) for a in (kernel, shifts))
+    true_scores = product("md,md->m", features, true) + true_shifts
+    if noise.shape[0] == num_noise:
+        noise_scores = product("md,td->mt", features, noise)
+    else:
+        noise_scores = product("md,mtd->mt", features, noise.reshape(num_examples, num_noise, num_features))
+    noise_scores = noise_scores + noise_shifts.reshape(-1, num_noise)
+    return jax.nn.softplus(-true_scores) + jnp.sum(jax.nn.softplus(noise_scores), axis=1)
+
+
+def _score_parts(features, kernel, bias, classes, sampler: Sampler, num_noise: int):
+    """The product that scores are made of, in their dtype; and what is added to it for each class."""
     dtype = accumulation_dtype(features, kernel, bias)
     _, log_counts = Noise(jnp.asarray(num_noise), sampler.probs).of_classes(classes).counts()
     shifts = bias.astype(dtype) - log_counts.astype(dtype)
-    true, noise = kernel[:num_examples], kernel[num_examples:]
-    true_scores = _sum_of_products("md,md->m", features, true, dtype) + shifts[:num_examples]
-    noise_shifts = shifts[num_examples:]
-    if noise.shape[0] == num_noise:
-        noise_scores = _sum_of_products("md,td->mt", features, noise, dtype) + noise_shifts[None, :]
-    else:
-        own = noise.reshape(num_examples, num_noise, num_features)
-        noise_scores = _sum_of_products("md,mtd->mt", features, own, dtype)
-        noise_scores = noise_scores + noise_shifts.reshape(num_examples, num_noise)
-    return _equation(true_scores, noise_scores)
-
-
-def _equation(true_scores, noise_scores, counts=None):
-    """The loss of each example; noise classes count once, or as often as is said."""
-    noise_terms = jax.nn.softplus(noise_scores)
-    if counts is not None:
-        noise_terms = noise_terms * counts[None, :]
-    return jax.nn.softplus(-true_scores) + jnp.sum(noise_terms, axis=1)
-
-
-def _sum_of_products(subscripts, left, right, dtype):
-    return jnp.einsum(subscripts, left, right, preferred_element_type=dtype)
+    return functools.partial(jnp.einsum, preferred_element_type=dtype), shifts
 
 
 def _check(features, kernel, bias, labels, sampler, num_noise):

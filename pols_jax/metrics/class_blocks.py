@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jax import lax
+from jaxtyping import Array, Float, Int
 
 from pols_jax.class_shares import ClassShare
 from pols_jax.heads import all_logits
-from pols_jax.metrics.block_programs import block_stats, count_block
 from pols_jax.metrics.exact import Counts
 from pols_jax.metrics.ranking import at_or_above, positives_passing
 
@@ -114,6 +114,7 @@ class ScoredSplit:
       order: Where the examples, sorted by label, were before. All results are in the sorted order.
       labels: The labels in that order.
       num_rounds: How many blocks each device gets in one pass over the classes.
+      share: The classes that this process has the rows of.
 
     Examples:
       >>> features = np.array([[1.0, 0.0], [0.0, 1.0], [0.9, 0.2]], np.float32)
@@ -136,7 +137,7 @@ class ScoredSplit:
         share: ClassShare | None = None,
     ):
         labels = np.asarray(labels)
-        self._share = share = share or ClassShare.whole(len(kernel))
+        self.share = share = share or ClassShare.whole(len(kernel))
         if not labels.size or labels.min() < 0 or labels.max() >= share.num_classes:
             raise ValueError(f"labels must be at least one, and in [0, {share.num_classes}).")
         self.order = np.argsort(labels, kind="stable")
@@ -155,14 +156,9 @@ class ScoredSplit:
     def minus(
         self, stats: ExampleStats, estimates: Float[np.ndarray, " examples"]
     ) -> tuple["ScoredSplit", ExampleStats]:
-        """The same split with another score: each logit minus an estimate that its example has for all classes.
+        """The same split, and its statistics, with another score: each logit minus an estimate that its example has.
 
-        Args:
-          stats: What `example_stats` returned.
-          estimates: One number per example, in the order in which the features were given.
-
-        Returns:
-          The split, and the statistics of its scores. The softmax of an example stays as it is.
+        The estimates are in the order in which the features were given. The softmax of an example stays as it is.
         """
         estimates, shifted = np.asarray(estimates, np.float32)[self.order], copy.copy(self)
         shifted._offset = self._replicate(estimates)
@@ -174,21 +170,14 @@ class ScoredSplit:
         num_examples = len(self.labels)
         lowest, zeros = np.full(num_examples, -np.inf, np.float32), np.zeros(num_examples)
         found = ExampleStats(lowest, lowest, -lowest, zeros.astype(np.int32), zeros)
-        stats_of_blocks = _on_devices(block_stats, self._devices)
-        for classes in self._rounds():
-            outputs = stats_of_blocks(
-                self._features, self._labels, self._starts(classes), *self._head(classes)
-            )
+        stats_of_blocks = _on_devices(_block_stats, self._devices)
+        for _, starts, head in self._rounds():
+            outputs = stats_of_blocks(self._features, self._labels, starts, *head)
             for block in zip(*map(np.asarray, outputs), strict=True):
                 found = _merged(found, ExampleStats(*block))
             advance()
-        parts = self._share.gather(np.stack([array.astype(np.float64) for array in found]))
-        dtypes = [array.dtype for array in found]
-        shares = (
-            ExampleStats(*(array.astype(dtype) for array, dtype in zip(part, dtypes, strict=True)))
-            for part in parts
-        )
-        return functools.reduce(_merged, shares)
+        shares = zip(*map(self.share.gather, found), strict=True)
+        return functools.reduce(_merged, (ExampleStats(*arrays) for arrays in shares))
 
     def count(
         self,
@@ -209,11 +198,10 @@ class ScoredSplit:
           bins: Edges of bins of equal width that false logits are counted in; none by default.
           advance: Is called after every round of blocks, for a progress bar.
         """
-        num_classes, share = self._share.num_classes, self._share.classes
+        num_classes, share = self.share.num_classes, self.share.classes
         if thresholds is None:
             thresholds = np.zeros((num_classes, 0), np.float32)
-        own_thresholds = thresholds[share.start : share.stop]
-        count_of_blocks = _on_devices(count_block, self._devices)
+        count_of_blocks = _on_devices(_count_block, self._devices)
         per_example = (self._offset, *self._replicate((stats.peak, stats.log_sum)))
         sorted_true = np.sort(stats.true_logit)
         bins = np.zeros(1) if bins is None else bins
@@ -221,8 +209,8 @@ class ScoredSplit:
         histogram = np.zeros(len(bins) - 1, np.int64)
         own_passing = np.zeros((2, len(self.labels)), np.int32)
         passing = np.zeros(thresholds.shape, np.int64)
-        for classes in self._rounds():
-            starts = self._starts(classes)
+        own_classes, own_thresholds = (array[share.start : share.stop] for array in (passing, thresholds))
+        for rows, starts, head in self._rounds():
             ends = np.minimum(starts + self._block_size, share.stop)  # the next ones are another process's
             members = (np.searchsorted(self.labels, edge) for edge in (np.minimum(starts, ends), ends))
             block_own, block_passing, block_logits = count_of_blocks(
@@ -230,21 +218,21 @@ class ScoredSplit:
                 self._labels,
                 per_example,
                 starts,
-                *self._head(classes),
+                *head,
                 *(edge.astype(np.int32) for edge in members),
-                self._split(own_thresholds, classes, fill=np.nan),
+                self._split(own_thresholds[rows], fill=np.nan),
             )
             # Each example is counted in the block of its own class, and is zero in the others.
             own_passing += np.asarray(block_own).sum(axis=0)
-            place = slice(share.start + classes.start, share.start + classes.stop)
-            passing[place] = np.concatenate(np.asarray(block_passing))[: len(classes)]
+            own_classes[rows] = np.concatenate(np.asarray(block_passing))[: len(own_classes[rows])]
             # The logits of padding are -inf, and below everything.
             if rank:
                 for part in _sorted_parts(np.asarray(block_logits).reshape(-1)):
                     ranked += at_or_above(part, sorted_true)
                     histogram += _histogram(part, bins)
             advance()
-        own_passing, passing, ranked, histogram = self._summed(own_passing, passing, ranked, histogram)
+        counted = own_passing, passing, ranked, histogram
+        own_passing, passing, ranked, histogram = map(self.share.sum, counted)
         class_sizes = np.bincount(self.labels, minlength=num_classes).astype(np.int32)
         own_log_probs = (stats.true_logit - stats.peak) - stats.log_sum
 
@@ -259,8 +247,9 @@ class ScoredSplit:
         np.add.at(positives, self.labels, is_passed)
         false_passing = np.empty(len(self.labels), np.int64)
         # Where the two passes round differently, a true logit may have been counted below itself.
-        counted = ranked - at_or_above(sorted_true, sorted_true)
-        false_passing[np.argsort(stats.true_logit)] = np.maximum(counted, 0)
+        false_passing[np.argsort(stats.true_logit)] = np.maximum(
+            ranked - at_or_above(sorted_true, sorted_true), 0
+        )
         if rank:
             histogram = histogram - _histogram(sorted_true, bins)
         max_false_logit = float(stats.max_false_logit.max())
@@ -271,46 +260,92 @@ class ScoredSplit:
     def column(self, class_id: int) -> Float[np.ndarray, " examples"]:
         """Computes the logit of one class for all examples, in the sorted order."""
         logits = np.zeros(len(self.labels), np.float32)
-        if class_id in self._share.classes:
-            row = class_id - self._share.classes.start
+        if class_id in self.share.classes:
+            row = class_id - self.share.classes.start
             rows = (jnp.asarray(rows[row : row + 1]) for rows in (self._kernel, self._bias))
             logits = np.asarray(all_logits(self._features[0], *rows)[:, 0] - self._offset[0])
-        return self._share.sum(logits)
+        return self.share.sum(logits)
 
-    def _summed(self, *counts: np.ndarray) -> list[np.ndarray]:
-        """Counts of all processes together, in one exchange."""
-        flat = self._share.sum(np.concatenate([array.reshape(-1).astype(np.int64) for array in counts]))
-        parts = np.split(flat, np.cumsum([array.size for array in counts])[:-1])
-        return [
-            part.reshape(array.shape).astype(array.dtype) for part, array in zip(parts, counts, strict=True)
-        ]
+    def _rounds(self) -> Iterator[tuple[slice, np.ndarray, tuple[np.ndarray, np.ndarray]]]:
+        """The rows that the devices work on together; and of each device the first class, and kernel and bias.
 
-    def _rounds(self) -> Iterator[range]:
-        """The rows of the kernel that the devices work on together."""
+        Past the last class there are classes with the logit -inf.
+        """
+        places = self._block_size * np.arange(len(self._devices), dtype=np.int32)
         size = self._block_size * len(self._devices)
         for start in range(0, len(self._kernel), size):
-            yield range(start, min(start + size, len(self._kernel)))
+            rows = slice(start, start + size)
+            head = self._split(self._kernel[rows], fill=0), self._split(self._bias[rows], fill=-np.inf)
+            yield rows, np.int32(self.share.classes.start + start) + places, head
 
-    def _starts(self, classes: range) -> Int[np.ndarray, " devices"]:
-        """The first class of each device."""
-        return (
-            self._share.classes.start + classes.start + self._block_size * np.arange(len(self._devices))
-        ).astype(np.int32)
-
-    def _head(self, classes: range) -> tuple[np.ndarray, np.ndarray]:
-        """The kernel and bias of each device. Past the last class there are classes with the logit -inf."""
-        return self._split(self._kernel, classes, fill=0), self._split(self._bias, classes, fill=-np.inf)
-
-    def _split(self, per_class: np.ndarray, classes: range, *, fill: float) -> np.ndarray:
-        """From ``[k, ...]`` to ``[devices, block_size, ...]``."""
-        shape = (len(self._devices), self._block_size, *per_class.shape[1:])
-        split = np.full((shape[0] * shape[1], *shape[2:]), fill, per_class.dtype)
-        split[: len(classes)] = per_class[classes.start : classes.stop]
+    def _split(self, rows: np.ndarray, *, fill: float) -> np.ndarray:
+        """From ``[rows, ...]`` to ``[devices, block_size, ...]``."""
+        shape = (len(self._devices), self._block_size, *rows.shape[1:])
+        split = np.full((shape[0] * shape[1], *shape[2:]), fill, rows.dtype)
+        split[: len(rows)] = rows
         return split.reshape(shape)
 
     def _replicate(self, tree: Any) -> Any:
         copies = jax.pmap(lambda leaves, _: leaves, in_axes=(None, 0), devices=self._devices)
         return copies(tree, np.arange(len(self._devices)))
+
+
+def _block_logits(features, kernel, bias) -> Float[Array, "block examples"]:
+    """The logits of a block of classes, one contiguous row per class: what the counting reads."""
+    without_bias = all_logits(kernel, features, jnp.zeros(len(features), bias.dtype))
+    # A padding class stays at -inf even where a feature is not finite.
+    return jnp.where(jnp.isneginf(bias)[:, None], -jnp.inf, without_bias + bias[:, None])
+
+
+def _block_stats(features, labels, start, kernel, bias) -> tuple[Array, ...]:
+    """On one device: the true and the largest false logit, the smallest, the predicted class, the rest of the sum.
+
+    Class by class: XLA's own reductions along the first axis jump through memory, and take three times as long.
+    """
+    logits = _block_logits(features, kernel, bias)
+    lowest = jnp.full(len(labels), -jnp.inf, logits.dtype)
+
+    def compare(i, found):
+        true_logit, max_false_logit, smallest, peak, prediction = found
+        row, class_id = logits[i], start + i
+        is_true = labels == class_id
+        return (
+            jnp.where(is_true, row, true_logit),
+            jnp.where(is_true, max_false_logit, jnp.maximum(max_false_logit, row)),
+            jnp.where(row > -jnp.inf, jnp.minimum(smallest, row), smallest),
+            jnp.maximum(peak, row),
+            jnp.where(row > peak, class_id, prediction),
+        )
+
+    first = (lowest, lowest, -lowest, lowest, jnp.full(len(labels), start))
+    true_logit, max_false_logit, smallest, peak, prediction = lax.fori_loop(0, len(kernel), compare, first)
+    reference = jnp.where(peak > -jnp.inf, peak, 0.0)  # a block of padding alone
+
+    def add(i, rest):
+        return rest + jnp.where(start + i == prediction, 0.0, jnp.exp(logits[i] - reference))
+
+    rest = lax.fori_loop(0, len(kernel), add, jnp.zeros_like(lowest))
+    return true_logit, max_false_logit, smallest, prediction, rest
+
+
+def _count_block(features, labels, per_example, start, kernel, bias, first, end, thresholds):
+    """On one device: counts for the examples ``first`` to ``end``, whose classes the block has; and all its scores."""
+    offset, peak, log_sum = per_example
+    logits = _block_logits(features, kernel, bias) - offset[None, :]
+
+    def count_example(i, counts):
+        row = logits[labels[i] - start]
+        log_probs = (row - peak) - log_sum
+        own = [jnp.sum(scores >= scores[i], dtype=jnp.int32) for scores in (row, log_probs)]
+        return tuple(total.at[i].set(count) for total, count in zip(counts, own, strict=True))
+
+    zeros = jnp.zeros(len(labels), jnp.int32)
+    own_counts = jnp.stack(lax.fori_loop(first, end, count_example, (zeros, zeros)))
+
+    def count_threshold(threshold):
+        return jnp.sum(logits >= threshold[:, None], axis=1, dtype=jnp.int32)
+
+    return own_counts, lax.map(count_threshold, thresholds.T).T, logits
 
 
 def _merged(found: ExampleStats, later: ExampleStats) -> ExampleStats:

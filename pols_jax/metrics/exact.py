@@ -14,9 +14,7 @@ An example whose label is outside [0, k) belongs to none of the classes: it coun
 
 import functools
 import itertools
-import operator
 import os
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -27,7 +25,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from pols_jax.losses.checks import check_logits_and_labels
-from pols_jax.metrics.ranking import positives_passing, rank_own_scores
+from pols_jax.metrics.ranking import Side, positives_passing, rank_own_scores
 
 # Partial sums per class. A float32 sum over 10^5 examples one by one would lose the sixth digit.
 _PARTIAL_SUMS = 64
@@ -66,7 +64,7 @@ def average_precision(
     if interpolation == "step":
         return counts.average_precision()
     # The line comes from the point of the curve just above this threshold.
-    precision_above = _counts(scores, labels, compare=operator.gt).precision()
+    precision_above = _counts(scores, labels, side="right").precision()
     return _class_means((counts.precision() + precision_above) / 2, counts)
 
 
@@ -235,28 +233,31 @@ class Counts(NamedTuple):
         return jnp.where(is_reached, thresholds, jnp.nan)
 
     @jax.jit
-    def slc_metrics(self) -> dict[str, Array]:
-        """See `slc_metrics` in this module."""
+    def measures(self) -> dict[str, Float[Array, " classes"]]:
+        """The three measures of the paper's tables, of each class."""
         return {
-            "auprc": jnp.nanmean(self.average_precision()),
-            "precision_at_0.9": jnp.nanmean(self.precision_at_recall(0.9)),
-            "precision_at_0.99": jnp.nanmean(self.precision_at_recall(0.99)),
-            "num_classes": jnp.sum(self.class_sizes > 0),
+            "auprc": self.average_precision(),
+            "precision_at_0.9": self.precision_at_recall(0.9),
+            "precision_at_0.99": self.precision_at_recall(0.99),
         }
 
+    @jax.jit
+    def slc_metrics(self) -> dict[str, Array]:
+        """See `slc_metrics` in this module."""
+        return jax.tree.map(jnp.nanmean, self.measures()) | {"num_classes": jnp.sum(self.class_sizes > 0)}
 
-def _counts(scores, labels, compare: Callable = operator.ge) -> Counts:
+
+def _counts(scores, labels, side: Side = "left") -> Counts:
     scores, labels = check_logits_and_labels(scores, labels, rank=2, name="scores")
     if not scores.shape[0]:
         raise ValueError("scores must have at least one example: a metric is about the scores of a set.")
-    if not isinstance(scores, Tracer) and not isinstance(labels, Tracer):
-        devices = scores.devices()
-        if len(devices) == 1 and all(device.platform == "cpu" for device in devices):
-            return _count_on_cpu(scores, np.asarray(labels), compare)
-    return _count_all(scores, labels, compare=compare)
+    is_traced = isinstance(scores, Tracer) or isinstance(labels, Tracer)
+    if not is_traced and [device.platform for device in scores.devices()] == ["cpu"]:
+        return _count_on_cpu(scores, np.asarray(labels), side)
+    return _count_all(scores, labels, side=side)
 
 
-def _count_on_cpu(scores: Array, labels: np.ndarray, compare: Callable) -> Counts:
+def _count_on_cpu(scores: Array, labels: np.ndarray, side: Side) -> Counts:
     """Counts as `_count_all`, the examples sorted by label."""
     num_examples, num_classes = scores.shape
     labels = np.where((labels >= 0) & (labels < num_classes), labels, -1)
@@ -266,8 +267,7 @@ def _count_on_cpu(scores: Array, labels: np.ndarray, compare: Callable) -> Count
     class_sizes = np.bincount(labels + 1, minlength=num_classes + 1)[1:].astype(np.int32)
     # NumPy sorts 16 bits slowly, or not at all; float32 keeps their order and ties.
     own_scores = thresholds.astype(np.float32) if thresholds.dtype.itemsize < 4 else thresholds
-    if num_examples > _EXAMPLES_PER_CLASS * num_classes or compare is not operator.ge:
-        side = "left" if compare is operator.ge else "right"
+    if num_examples > _EXAMPLES_PER_CLASS * num_classes or side == "right":
         ranks = rank_own_scores(np.asarray(scores), labels, own_scores, side=side)
     else:
         # The parts are dispatched together, and computed at the same time.
@@ -289,9 +289,10 @@ def _count_part(scores, sorted_labels, thresholds, first, end):
     return lax.fori_loop(first, end, count, jnp.zeros(len(thresholds), jnp.int32))
 
 
-@functools.partial(jax.jit, static_argnames="compare")
-def _count_all(scores, labels, *, compare) -> Counts:
+@functools.partial(jax.jit, static_argnames="side")
+def _count_all(scores, labels, *, side: Side) -> Counts:
     num_examples, num_classes = scores.shape
+    compare = jnp.greater_equal if side == "left" else jnp.greater
     labels = jnp.where((labels >= 0) & (labels < num_classes), labels, -1)
     own_scores = jnp.take_along_axis(scores, jnp.maximum(labels, 0)[:, None], axis=1)[:, 0]
     order = jnp.argsort(labels)

@@ -19,12 +19,9 @@ _COMPARED = 1 / 300
 def at_or_above(
     ascending: Float[np.ndarray, " any"], thresholds: Float[np.ndarray, " thresholds"], *, side: Side = "left"
 ) -> Int[np.ndarray, " thresholds"]:
-    """Counts the values that are at least each threshold; with ``side="right"``, those above it.
+    """Counts the sorted values that are at least each threshold; with ``side="right"``, those above it.
 
-    Args:
-      ascending: Sorted values, NaN last.
-      thresholds: Thresholds; NaN passes none, and none passes NaN.
-      side: Whether a value that equals the threshold passes.
+    NaN, which is last, passes no threshold, and nothing passes a threshold of NaN.
 
     Examples:
       >>> at_or_above(np.array([1.0, 2.0, 2.0, np.nan]), np.array([2.0, 0.0, np.nan])).tolist()
@@ -37,11 +34,9 @@ def at_or_above(
 def positives_passing(
     labels: Int[np.ndarray, " examples"], scores: Float[np.ndarray, " examples"]
 ) -> Int[np.ndarray, " examples"]:
-    """Counts the examples of its own class that score at least as high as each example.
+    """Counts the examples of its own class that score at least as high for it as each example.
 
-    Args:
-      labels: Classes, shape ``[n]``.
-      scores: The score of each example for its own class, shape ``[n]``. NaN passes nothing, and nothing passes NaN.
+    A score of NaN passes nothing, and nothing passes it.
 
     Examples:
       >>> positives_passing(np.array([0, 1, 0, 0]), np.array([1.0, 5.0, 2.0, 2.0])).tolist()
@@ -68,11 +63,8 @@ def rank_own_scores(
 ) -> tuple[Float[np.ndarray, " examples"], Int[np.ndarray, " examples"], Int[np.ndarray, " examples"]]:
     """Counts, for the score that each example has for its own class, the examples that score at least as high for it.
 
-    Args:
-      scores: Scores, shape ``[n, k]``.
-      sorted_labels: The classes of the examples, ascending; examples of class -1 belong to none, and get zeros.
-      own_scores: The scores of those examples for their own classes.
-      side: ``right`` counts the examples that score higher.
+    The labels and the own scores are in the order of the labels; examples of class -1 belong to none, and get zeros. With
+    ``side="right"``, those are counted that score higher.
 
     Returns:
       The own scores in ascending order within each class; how many examples score at least as high; and how many of those

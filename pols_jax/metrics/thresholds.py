@@ -202,41 +202,58 @@ class Thresholds:
 
         NaN for a class without validation examples, and where no threshold reaches the wanted precision.
         """
-        return _choose(rule, self.labels, self.logits, self.passing, self.positives, num_classes)
+        if rule.kind == "value":
+            return np.full(num_classes, rule.value, np.float32)
+        class_sizes = np.bincount(self.labels, minlength=num_classes)
+        is_found = self.positives > 0  # a logit that is NaN passes nothing, itself included
+        labels, logits = self.labels[is_found], self.logits[is_found]
+        precision = self.positives[is_found] / self.passing[is_found]
+        recall = self.positives[is_found] / class_sizes[labels]
+        if rule.kind == "recall":
+            satisfies, rank = recall >= rule.value, logits
+        elif rule.kind == "precision":
+            satisfies, rank = precision >= rule.value, -logits
+        else:
+            satisfies, rank = np.ones(len(labels), bool), 2 * precision * recall / (precision + recall)
+        labels, logits, rank = labels[satisfies], logits[satisfies], rank[satisfies]
+        ascending = np.lexsort((logits, rank))  # of equal ranks, the higher threshold
+        thresholds = np.full(num_classes, np.nan, np.float32)
+        thresholds[labels[ascending]] = logits[ascending]  # the last assignment stays
+        return _lowered(thresholds)
 
     def shared(self, rule: Rule) -> float:
         """The one threshold for all classes, by all true and false logits together; NaN if none satisfies the rule."""
-        return _choose_one(rule, self.logits, *self._shared_counts())
+        return float(self._as_one_class().per_class(rule, num_classes=1)[0])
 
     def of_class(self, rule: Rule, class_id: int) -> Threshold:
         """The threshold to use for a class: its own if enough examples support it, and else that of all classes."""
         if rule.kind == "value":
             return Threshold(rule.value, "given")
-        logits, passing, positives, origin = self._examples_for(class_id)
-        return Threshold(_choose_one(rule, logits, passing, positives), origin)
+        examples, origin = self._examples_for(class_id)
+        return Threshold(float(examples.per_class(rule, num_classes=1)[0]), origin)
 
     def curve(self, class_id: int) -> Curve:
         """Every threshold of a class with its precision and recall, by the same examples that `of_class` uses."""
-        logits, passing, positives, origin = self._examples_for(class_id)
-        is_found = positives > 0  # a logit that is NaN passes nothing, itself included
-        values, first = np.unique(-logits[is_found], return_index=True)
-        passing, positives = passing[is_found][first], positives[is_found][first]
-        return Curve(_lowered(-values), passing, positives, len(logits), origin)
+        examples, origin = self._examples_for(class_id)
+        is_found = examples.positives > 0  # as in `per_class`
+        values, first = np.unique(-examples.logits[is_found], return_index=True)
+        passing, positives = examples.passing[is_found][first], examples.positives[is_found][first]
+        return Curve(_lowered(-values), passing, positives, len(examples.logits), origin)
 
-    def _examples_for(
-        self, class_id: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Literal["class", "all classes"]]:
-        """The logits, passing and positives that thresholds of a class are chosen by, and whose examples they are."""
+    def _examples_for(self, class_id: int) -> tuple["Thresholds", Literal["class", "all classes"]]:
+        """The examples that thresholds of a class are chosen by, with the label 0; and whose examples they are."""
         own = self.labels == class_id
-        if np.count_nonzero(own) >= MIN_EXAMPLES:
-            return self.logits[own], self.passing[own], self.positives[own], "class"
-        return self.logits, *self._shared_counts(), "all classes"
+        if np.count_nonzero(own) < MIN_EXAMPLES:
+            return self._as_one_class(), "all classes"
+        examples = Thresholds(**{name: array[own] for name, array in vars(self).items()})
+        return dataclasses.replace(examples, labels=np.zeros_like(examples.labels)), "class"
 
-    def _shared_counts(self) -> tuple[Int[np.ndarray, " examples"], Int[np.ndarray, " examples"]]:
-        """How many logits, of all classes together, are at least as large as each true one; and how many of those are true."""
+    def _as_one_class(self) -> "Thresholds":
+        """All classes together: with the label 0, and counted among the true and false logits of all of them."""
         ascending = np.sort(self.logits[~np.isnan(self.logits)])
         positives = len(ascending) - np.searchsorted(ascending, self.logits)
-        return positives + self.false_passing, positives
+        passing, labels = positives + self.false_passing, np.zeros_like(self.labels)
+        return dataclasses.replace(self, labels=labels, passing=passing, positives=positives)
 
     def save(self, run_dir: str | Path, *, checkpoint: str, normalized: bool = False) -> None:
         """Writes a file of a run directory, at once or not at all: `thresholds_path`."""
@@ -272,32 +289,6 @@ class Thresholds:
                 f"{path} cannot be used: labels are outside [0, {num_classes}); evaluate again {advice}."
             )
         return cls(**arrays)
-
-
-def _choose(rule: Rule, labels, logits, passing, positives, num_classes) -> Float[np.ndarray, " classes"]:
-    """Picks one of the examples of each class: the one that the rule ranks highest of those that satisfy it."""
-    if rule.kind == "value":
-        return np.full(num_classes, rule.value, np.float32)
-    class_sizes = np.bincount(labels, minlength=num_classes)
-    is_found = positives > 0  # a logit that is NaN passes nothing, itself included
-    labels, logits, passing, positives = (a[is_found] for a in (labels, logits, passing, positives))
-    precision, recall = positives / passing, positives / class_sizes[labels]
-    if rule.kind == "recall":
-        satisfies, rank = recall >= rule.value, logits
-    elif rule.kind == "precision":
-        satisfies, rank = precision >= rule.value, -logits
-    else:
-        satisfies, rank = np.ones(len(labels), bool), 2 * precision * recall / (precision + recall)
-    labels, logits, rank = labels[satisfies], logits[satisfies], rank[satisfies]
-    ascending = np.lexsort((logits, rank))  # of equal ranks, the higher threshold
-    thresholds = np.full(num_classes, np.nan, np.float32)
-    thresholds[labels[ascending]] = logits[ascending]  # the last assignment stays
-    return _lowered(thresholds)
-
-
-def _choose_one(rule: Rule, logits, passing, positives) -> float:
-    (threshold,) = _choose(rule, np.zeros(len(logits), np.int64), logits, passing, positives, 1)
-    return float(threshold)
 
 
 def _lowered(logits: Float[np.ndarray, " thresholds"]) -> Float[np.ndarray, " thresholds"]:

@@ -15,7 +15,7 @@ from pols_jax.class_shares import ClassShare
 from pols_jax.heads import all_logits
 from pols_jax.losses.checks import check_output_layer
 from pols_jax.normalizers.normalizer import Clusters, Fit, Normalizer, estimates
-from pols_jax.normalizers.row_clusters import cluster_rows, with_ones
+from pols_jax.normalizers.row_clusters import cluster_rows
 
 _Rows = tuple[Array, Array]
 
@@ -120,8 +120,10 @@ def fit_normalizer(
     elif num_rows <= 1:
         rows, wanted = _affine_rows(training, head.log_z(training)), head.log_z(testing)
     else:
-        found = cluster_rows(training, kernel, bias, num_clusters=num_clusters, seed=seed, share=share)
-        mine = found.cluster_of[share.classes.start : share.classes.stop]
+        cluster_of, *start = cluster_rows(
+            training, kernel, bias, num_clusters=num_clusters, seed=seed, share=share
+        )
+        mine = cluster_of[share.classes.start : share.classes.stop]
         if num_own:
             cost, targets = _cost_of_shares, lambda features: head.log_sums(features, mine, num_clusters)[:1]
         else:
@@ -129,11 +131,10 @@ def fit_normalizer(
         fitted, tested = ((features, *targets(features)) for features in (training, testing))
         wanted = np.logaddexp.reduce(np.atleast_2d(tested[1].T))
         step = learning_rate * head.size_of_entries()
-        start = found.kernel, found.bias
-        rows = _descend(cost, start, fitted, tested, step, num_steps, batch_size, seed, on_progress)
+        rows = _descend(cost, tuple(start), fitted, tested, step, num_steps, batch_size, seed, on_progress)
         if num_own:
             clusters = Clusters.of(
-                found.cluster_of,
+                cluster_of,
                 kernel,
                 bias,
                 num_clusters=num_clusters,
@@ -194,19 +195,17 @@ class _Head:
                 log_sums += peak[: len(chunk), None]
                 own[:, clusters] = np.logaddexp(own[:, clusters], log_sums)
                 largest = np.maximum(largest, peak[: len(chunk)])
-            if not self._share.is_alone:
-                own = np.logaddexp.reduce(self._share.gather(own), axis=0)
-                largest = self._share.gather(np.broadcast_to(largest, len(chunk))).max(axis=0)
-            found[0][start : start + len(chunk)], found[1][start : start + len(chunk)] = own, largest
+            place = slice(start, start + len(chunk))
+            found[0][place] = np.logaddexp.reduce(self._share.gather(own), axis=0)
+            found[1][place] = self._share.gather(np.broadcast_to(largest, len(chunk))).max(axis=0)
             self._on_progress("all logits of the examples", start + len(chunk), len(features))
         return found
 
     def whole(self) -> _Rows:
         """Kernel and bias of all processes."""
-        kernel, bias = self._kernel, self._bias.astype(self._kernel.dtype)
-        if not self._share.is_alone:
-            kernel, bias = self._share.concatenated(kernel), self._share.concatenated(bias)
-        return jnp.asarray(kernel), jnp.asarray(bias)
+        own = self._kernel, self._bias.astype(self._kernel.dtype)
+        kernel, bias = (jnp.asarray(self._share.concatenated(array)) for array in own)
+        return kernel, bias
 
     def size_of_entries(self) -> float:
         """The root of the mean square of the kernels of all processes."""
@@ -249,7 +248,8 @@ def _affine_rows(features: np.ndarray, log_z: np.ndarray) -> _Rows:
     num_features = features.shape[1]
     gram, moment = np.zeros((num_features + 1, num_features + 1)), np.zeros(num_features + 1)
     for start in range(0, len(features), _CHUNK):
-        columns = with_ones(features[start : start + _CHUNK])
+        chunk = features[start : start + _CHUNK]
+        columns = np.c_[chunk, np.ones(len(chunk))]
         gram += columns.T @ columns
         moment += columns.T @ log_z[start : start + _CHUNK].astype(np.float64)
     solution = np.linalg.lstsq(gram, moment, rcond=None)[0].astype(np.float32)

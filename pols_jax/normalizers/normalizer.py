@@ -14,11 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from pols_jax.class_shares import ClassShare
 from pols_jax.heads import all_logits
-from pols_jax.losses.checks import check_output_layer
-from pols_jax.losses.device_axes import explicit_axes, partitioned_by_xla
+from pols_jax.losses.checks import accumulation_dtype, check_output_layer
+from pols_jax.losses.device_axes import is_on_explicit_mesh, partitioned_by_xla
 from pols_jax.losses.linear_logits import LinearLogits
 from pols_jax.losses.linear_stats import LinearStats
-from pols_jax.losses.precision import accumulation_dtype
 
 # Examples that are estimated in one go.
 _CHUNK = 2048
@@ -40,11 +39,7 @@ class Fit(NamedTuple):
     num_features: int
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("kernel", "bias", "order", "sizes", "scales"),
-    meta_fields=("num_own", "first_class"),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Clusters:
     """Which classes each row of a normalizer stands for, and the output layer that has their own rows.
@@ -68,8 +63,8 @@ class Clusters:
     bias: Float[Array, " classes"]
     order: Int[Array, " all_classes"]
     sizes: Int[Array, " rows"]
-    num_own: int
-    first_class: int = 0
+    num_own: int = dataclasses.field(metadata={"static": True})
+    first_class: int = dataclasses.field(default=0, metadata={"static": True})
     scales: Float[Array, " classes"] | None = None
 
     @classmethod
@@ -125,9 +120,7 @@ class Clusters:
         return logits + bias.astype(jnp.float32)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("kernel", "bias", "fit", "clusters"), meta_fields=()
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Normalizer:
     """An estimate of ``log sum_j exp z_j`` from the features: ``logsumexp(kernel @ features + bias)``.
@@ -179,7 +172,7 @@ class Normalizer:
         if clusters is None or not clusters.kernel.shape[0]:
             log_sum = jax.nn.logsumexp(estimates, axis=-1)
             return log_sum, jnp.full_like(log_sum, -jnp.inf)
-        if not explicit_axes(clusters):
+        if not is_on_explicit_mesh(clusters):
             return _opened(clusters, features, estimates)
         arrays = (clusters, jnp.asarray(features), estimates)
         return partitioned_by_xla(_opened, arrays, out_spec=PartitionSpec())
@@ -229,7 +222,7 @@ def estimates(
     for start in range(0, len(features), _CHUNK):
         chunk = np.asarray(features[start : start + _CHUNK], np.float32)
         closed, own = jax.device_get(_log_sums(normalizer, chunk))
-        if share is not None and not share.is_alone:
+        if share is not None:
             own = np.logaddexp.reduce(share.gather(own), axis=0)
         parts.append(np.logaddexp(closed, own))
     return np.concatenate(parts)

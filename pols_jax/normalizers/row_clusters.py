@@ -1,7 +1,6 @@
 """K-means of the rows of an output layer: which classes one row of a normalizer stands for, and where it starts from."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,37 +10,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from pols_jax.class_shares import ClassShare
-from pols_jax.losses.device_axes import explicit_axes, partitioned_by_xla
+from pols_jax.losses.device_axes import is_on_explicit_mesh, partitioned_by_xla
 
 # K-means looks at this many class rows per center; more change little.
 _ROWS_PER_CENTER = 64
 _KMEANS_ROUNDS = 10
 # Rows that are compared with the centers in one go.
 _CHUNK = 2048
-
-
-def with_ones(features: np.ndarray) -> Float[np.ndarray, "examples more"]:
-    """Features with one more that is always one, in double precision.
-
-    Examples:
-      >>> with_ones(np.array([[2.0, 3.0]], np.float32)).tolist()
-      [[2.0, 3.0, 1.0]]
-    """
-    return np.concatenate([features, np.ones((len(features), 1))], axis=1, dtype=np.float64)
-
-
-class RowClusters(NamedTuple):
-    """Classes with similar rows, put together.
-
-    Attributes:
-      cluster_of: The cluster of each class, shape ``[k]``.
-      kernel: The mean of the rows of each cluster, shape ``[C, d]``.
-      bias: The mean of their biases, and the log of what the classes of the cluster add up to, shape ``[C]``.
-    """
-
-    cluster_of: Int[np.ndarray, " classes"]
-    kernel: Float[Array, "clusters features"]
-    bias: Float[Array, " clusters"]
 
 
 def cluster_rows(
@@ -52,24 +27,26 @@ def cluster_rows(
     num_clusters: int,
     seed: int,
     share: ClassShare,
-) -> RowClusters:
+) -> tuple[Int[np.ndarray, " classes"], Float[Array, "clusters features"], Float[Array, " clusters"]]:
     """Clusters the class rows. Two rows are near each other if they give the features similar logits.
 
     A cluster of classes with different logits adds up to more than its mean says: half the variance, as for a normal
     distribution.
 
+    Returns:
+      The cluster of each class; and of each cluster the mean of the rows, and the mean of the biases with the log of what its
+      classes add up to.
+
     Examples:
-      >>> kernel = jnp.array([[5.0, 0.0], [0.0, 5.0], [5.0, 0.0]])
-      >>> found = cluster_rows(np.eye(2), kernel, None, num_clusters=2, seed=0, share=ClassShare.whole(3))
-      >>> sorted(found.kernel.tolist()), sorted(found.bias.round(2).tolist())
-      ([[0.0, 5.0], [5.0, 0.0]], [0.0, 0.69])
-      >>> bool(found.cluster_of[0] == found.cluster_of[2])
-      True
+      >>> layer = jnp.array([[5.0, 0.0], [0.0, 5.0], [5.0, 0.0]]), None
+      >>> found = cluster_rows(np.eye(2), *layer, num_clusters=2, seed=0, share=ClassShare.whole(3))
+      >>> cluster_of, kernel, bias = found
+      >>> sorted(kernel.tolist()), sorted(bias.round(2).tolist()), bool(cluster_of[0] == cluster_of[2])
+      ([[0.0, 5.0], [5.0, 0.0]], [0.0, 0.69], True)
     """
     rng = np.random.default_rng(seed)
-    sample = with_ones(
-        features[np.sort(rng.choice(len(features), min(len(features), 50_000), replace=False))]
-    )
+    some = np.sort(rng.choice(len(features), min(len(features), 50_000), replace=False))
+    sample = np.c_[features[some], np.ones(len(some))]
     moment = sample.T @ sample / len(sample)
     moment += 1e-6 * np.trace(moment) / len(moment) * np.eye(len(moment))
     metric = jnp.asarray(np.linalg.cholesky(moment), jnp.float32)
@@ -78,12 +55,12 @@ def cluster_rows(
     )
     if not share.is_alone:
         found = _clustered_together(kernel, bias, metric, jax.random.key(seed), num_clusters, share)
-    elif explicit_axes((kernel, bias)):
+    elif is_on_explicit_mesh((kernel, bias)):
         found = partitioned_by_xla(cluster, (kernel, bias), out_spec=PartitionSpec())
     else:
         found = cluster(kernel, bias)
-    cluster_of, *rows = jax.device_get(found)
-    return RowClusters(cluster_of, *map(jnp.asarray, rows))  # on one device, wherever the classes are
+    cluster_of, means, biases = jax.device_get(found)
+    return cluster_of, jnp.asarray(means), jnp.asarray(biases)  # on one device, wherever the classes are
 
 
 @functools.partial(jax.jit, static_argnames="num_clusters")

@@ -229,7 +229,7 @@ def test_a_directory_where_another_process_trains_is_refused_and_not_touched(fin
 
 def test_a_run_that_the_disk_has_no_room_for_is_refused_before_it_starts(digits, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "check_space", lambda *args: check_space(args[0], args[1] * 10**12))
-    with pytest.raises(ConfigError, match=r"needs .* TB, and its disk has .* left"):
+    with pytest.raises(ConfigError, match=r"needs .* PB, and its disk has .* left"):
         fit(CONFIG, digits, tmp_path / "run", options=OPTIONS)
     assert not (tmp_path / "run" / "config.json").exists()
 
