@@ -51,8 +51,8 @@ def test_only_pictures_of_the_index_are_served_and_never_larger_than_asked(clien
     assert client.ask(f"/api/pictures/{hit['picture']}", size=256, headers=etag)[0] == 304
     passwd = "/etc/passwd"
     for picture in (
-        "0-30",
-        "1-0",
+        "0-3000",
+        "99-0",  # the live folder may have a second part by now
         "0-1-2",
         "0--1",
         "-1",
