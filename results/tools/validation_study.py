@@ -13,6 +13,7 @@ python results/tools/validation_study.py augmentation results/study_augmentation
 import argparse
 import dataclasses
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -86,16 +87,13 @@ def run_trial(trial: Trial, dataset: Dataset, *, looks: int = _LOOKS) -> dict[st
 
 
 def augmentation_trials(steps: int, error: Callable[[Trial], float]) -> Iterator[Trial]:
-    """Glyphs with none, half, all and twice of the distortion that ``--augment distort`` has; with its movements or noise alone."""
-    whole = {"max_rotation": 0.1, "max_log_scale": 0.1, "max_shift": 0.04, "max_noise": 0.2}
-    movement, noise = dict.fromkeys(list(whole)[:3], 1.0), {"max_noise": 1.0}
-    forms = {f"{factor:g}": dict.fromkeys(whole, factor) for factor in (0.0, 0.5, 1.0, 1.5, 2.0)}
-    forms |= {"movements alone": movement, "noise alone": noise}
+    """Glyphs with none, half, all and twice of the distortion that ``--augment distort`` has."""
+    parameters = inspect.signature(augment_glyphs).parameters.values()
+    strengths = {each.name: each.default for each in parameters if each.default is not each.empty}
     for loss in ("cross_entropy", "batch_cross_entropy"):
-        for name, factors in forms.items():
-            strengths = {key: factors.get(key, 0.0) * value for key, value in whole.items()}
-            augment = functools.partial(augment_glyphs, **strengths)
-            yield Trial({"loss": loss, "distortion": name}, RunConfig(loss=loss, steps=steps), augment)
+        for factor in (0.0, 0.5, 1.0, 2.0):
+            augment = functools.partial(augment_glyphs, **{n: factor * v for n, v in strengths.items()})
+            yield Trial({"loss": loss, "distortion": factor}, RunConfig(loss=loss, steps=steps), augment)
 
 
 def batch_cross_entropy_trials(steps: int, error: Callable[[Trial], float]) -> Iterator[Trial]:
