@@ -1,14 +1,13 @@
 """Metrics class block by class block: the same as from all logits at once, whatever the blocks and devices."""
 
 import resource
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from shares import together
-from sklearn.metrics import average_precision_score, precision_recall_curve
+from sklearn.metrics import average_precision_score
 
 from pols_jax import metrics, principle
 from pols_jax.heads import all_logits
@@ -150,44 +149,6 @@ def test_bfloat16_kernels_are_multiplied_as_the_network_does(reference):
     scored = ScoredSplit(features, labels, kernel, bias, block_size=2)
     stats = scored.example_stats()
     np.testing.assert_array_equal(stats.peak, logits.max(axis=1)[scored.order])
-
-
-@pytest.mark.slow
-def test_metrics_take_at_most_a_tenth_of_scikit_learns_time():
-    # Both find the same: average precision and precision at recall, with one logit and with all. Time of the
-    # processor, not of the clock: it depends less on what else runs.
-    features, labels, kernel, bias = problem(10_000, 1_000, 64)
-    scored = ScoredSplit(features, labels, kernel, bias)
-
-    def ours():
-        _, counts = measured(scored)
-        return [
-            jax.block_until_ready(found)
-            for scores in (counts.one_logit, counts.all_logits)
-            for found in (scores.average_precision(), scores.precision_at_recall(0.9))
-        ]
-
-    logits = dense_logits(features, kernel, bias)
-    probabilities = np.asarray(jax.nn.softmax(jnp.asarray(logits)))
-
-    def theirs():
-        found = []
-        for scores in (logits, probabilities):
-            columns = [(labels == c, scores[:, c]) for c in range(998)]  # two classes have no example
-            found.append([average_precision_score(*column) for column in columns])
-            found.append([precision_recall_curve(*column) for column in columns])
-        return found
-
-    def seconds(function):
-        began = time.process_time()
-        found = function()
-        return time.process_time() - began, found
-
-    ours()  # compiles
-    (our_seconds, found), (their_seconds, expected) = seconds(ours), seconds(theirs)
-    np.testing.assert_allclose(found[0][:998], expected[0], atol=1e-6)
-    print(f"ours {our_seconds:.2f} s, scikit-learn {their_seconds:.2f} s")
-    assert our_seconds < their_seconds / 10
 
 
 @pytest.mark.slow
