@@ -99,14 +99,15 @@ def augment_glyphs(
     keys: Key[jax.Array, "batch"],
     images: UInt8[jax.Array, "batch height width channels"],
     *,
-    max_rotation: float = 0.1,
-    max_log_scale: float = 0.1,
-    max_shift: float = 0.04,
-    max_noise: float = 0.2,
+    max_rotation: float = 0.05,
+    max_log_scale: float = 0.05,
+    max_shift: float = 0.02,
+    max_noise: float = 0.1,
 ) -> Float[jax.Array, "batch height width channels"]:
     """Rotates, scales and shifts each image by a random amount, then adds noise of a random strength.
 
-    Pixels beyond the border take the value at the border, so dark and light backgrounds both continue.
+    Pixels beyond the border take the value at the border, so dark and light backgrounds both continue. The amounts are
+    those that do best on the validation split of glyphs, see docs/results.md.
 
     Args:
       keys: One random key per example, shape ``[m]``.
