@@ -196,10 +196,6 @@ def seeds_table(records: Sequence[ExperimentRecord]) -> str:
     dataset = by_seed[0][losses[0]].dataset
     fields = ("slc", "normalized", "all_logits")
 
-    def spread(values: Sequence[float], form: str) -> str:
-        mean, least, most = (format(float(f(values)), form) for f in (np.mean, min, max))
-        return f"{mean} ({least} to {most})"
-
     rows = []
     for loss in losses:
         tests = [tests[loss] for tests in by_seed]
@@ -207,13 +203,13 @@ def seeds_table(records: Sequence[ExperimentRecord]) -> str:
             field: np.array([m.errors() for test in tests if (m := getattr(test, field))]) for field in fields
         }
         cells = [*errors["slc"].T, errors["normalized"][:, 0], errors["all_logits"][:, 0]]
-        shown = [spread(values, ".4f") for values in cells]
-        rows.append([loss, *shown, spread([test.accuracy for test in tests], ".4f")])
+        shown = [_spread(values, ".4f") for values in cells]
+        rows.append([loss, *shown, _spread([test.accuracy for test in tests], ".4f")])
         quoted = [f"{value:.3f}" for value in paper_results.ONE_LOGIT[dataset][loss]]
         every = paper_results.ALL_LOGITS[dataset].get(loss)
         rows.append(["in the paper", *quoted, "", "" if every is None else f"{every[0]:.3f}", ""])
     gains = [mean_improvement({loss: tests[loss].slc.errors() for loss in losses}) for tests in by_seed]
-    shown = [spread(values, ".1%") for values in zip(*gains, strict=True)]
+    shown = [_spread(values, ".1%") for values in zip(*gains, strict=True)]
     rows.append(["mean relative improvement", *shown, "", "", ""])
     quoted = [f"{value:.1%}" for value in paper_results.IMPROVEMENT[dataset]]
     rows.append(["in the paper", *quoted, "", "", ""])
@@ -248,7 +244,28 @@ def trials_table(record: Mapping[str, Any]) -> str:
             [*(f"{v:g}" if isinstance(v, float) else str(v) for v in trial["settings"].values()), *cells]
         )
     names = [name.replace("_", " ") for name in record["trials"][0]["settings"]]
-    return _markdown([*names, "validation: one logit 1-AUPRC", "validation: accuracy"], rows)
+    table = _markdown([*names, "validation: one logit 1-AUPRC", "validation: accuracy"], rows)
+    return "\n\n".join([table, *_trained_in_full(record.get("full", []))])
+
+
+def _trained_in_full(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the best trial of a study reaches on the test split when it is trained in full, in a sentence."""
+    if not runs:
+        return []
+    settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in runs[0]["settings"].items())
+    errors = _spread([1 - run["test"]["auprc"] for run in runs], ".4f")
+    accuracies = _spread([run["test"]["accuracy"] for run in runs], ".4f")
+    seeds = ", ".join(str(run["seed"]) for run in runs)
+    return [
+        f"The best of them in full, {runs[0]['config']['steps']:,} steps with {settings}: 1-AUPRC {errors} and accuracy "
+        f"{accuracies} on the test split, mean (smallest to largest) of seeds {seeds}."
+    ]
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    """The mean of some values, and their range."""
+    mean, least, most = (format(float(f(values)), form) for f in (np.mean, min, max))
+    return f"{mean} ({least} to {most})"
 
 
 def short_table(record: ExperimentRecord, losses: Sequence[str] = tuple(LOSSES)) -> str:
