@@ -35,7 +35,7 @@ class Row:
 
     Attributes:
       name: The loss, or what else the line is about.
-      errors: Field of `SCORES` -> one minus each of `MEASURES`.
+      errors: Field of `SCORES` -> one minus each of `MEASURES`; None leaves a cell empty.
       form: How errors are printed.
       record: What else is printed; None where there is nothing.
       is_quoted: Whether the numbers are the paper's.
@@ -43,7 +43,7 @@ class Row:
     """
 
     name: str
-    errors: Mapping[str, tuple[float, ...]]
+    errors: Mapping[str, tuple[float | None, ...]]
     form: str = "{:.4f}"
     record: SlcRecord | None = None
     is_quoted: bool = False
@@ -135,7 +135,8 @@ def _slc_table(records: Sequence[SlcRecord]) -> Table:
     rows = slc_rows(records)
 
     def error(row: Row, field: str, i: int) -> str | None:
-        return row.form.format(row.errors[field][i]) if field in row.errors else None
+        value = row.errors[field][i] if field in row.errors else None
+        return None if value is None else row.form.format(value)
 
     shown = {title: field for title, field in SCORES.items() if any(field in row.errors for row in rows)}
     columns = [
@@ -193,12 +194,16 @@ def slc_rows(records: Sequence[SlcRecord]) -> list[Row]:
     return rows
 
 
-def mean_improvement(errors: Mapping[str, Sequence[float]]) -> tuple[float, ...] | None:
+def mean_improvement(errors: Mapping[str, Sequence[float]]) -> tuple[float | None, ...] | None:
     """How much smaller the mean error of the aligned losses is, for each measure; None unless there are both kinds.
+
+    A measure in which the others make no error has None.
 
     Examples:
       >>> mean_improvement({"cross_entropy": [0.4], "batch_cross_entropy": [0.1]})
       (0.75,)
+      >>> mean_improvement({"cross_entropy": [0.0], "batch_cross_entropy": [0.0]})
+      (None,)
     """
     kinds = [
         [values for loss, values in errors.items() if (loss in ALIGNED) is kind] for kind in (True, False)
@@ -206,7 +211,10 @@ def mean_improvement(errors: Mapping[str, Sequence[float]]) -> tuple[float, ...]
     if not all(kinds):
         return None
     aligned, others = (np.asarray(kind, np.float32) for kind in kinds)
-    return tuple(float(relative_improvement(*columns)) for columns in zip(aligned.T, others.T, strict=True))
+    return tuple(
+        float(relative_improvement(ours, theirs)) if theirs.any() else None
+        for ours, theirs in zip(aligned.T, others.T, strict=True)
+    )
 
 
 def conclusions(records: Sequence[SlcRecord]) -> list[str]:

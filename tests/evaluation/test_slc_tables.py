@@ -122,6 +122,14 @@ def test_the_papers_improvements_follow_from_its_errors(dataset):
     assert found == pytest.approx(paper_results.IMPROVEMENT[dataset], abs=tolerance)
 
 
+def test_there_is_no_improvement_on_a_measure_that_is_perfect_already():
+    losses, best = ("cross_entropy", "batch_cross_entropy"), (0.9, 1.0, 1.0)
+    row = slc_tables.slc_rows([record(loss, one=best, dataset="glyphs") for loss in losses])[-1]
+    assert row.errors["slc"] == (pytest.approx(0.0), None, None)
+    (table,) = slc_tables.slc_tables([record(loss, one=best, dataset="glyphs") for loss in losses])
+    assert table.rows[-1][1:4] == ["0.0%", "", ""]
+
+
 def test_conclusions_say_which_way_it_falls():
     better = slc_tables.conclusions(
         [
