@@ -179,8 +179,9 @@ def rebuild(results: str | Path, root: str | Path) -> list[Path]:
     if (path := Path(results) / "serve.json").exists():
         available |= results_tables.serve_tables(read_json(path, error=ConfigError)["serve"])
     if (path := Path(results) / "ocr.json").exists():
-        ocr = read_json(path, error=ConfigError)["ocr"]
-        available["ocr"] = lambda: results_tables.ocr_table(ocr)
+        ocr = read_json(path, error=ConfigError)
+        made = f"Commit {ocr['environment']['commit']}."
+        available["ocr"] = lambda: f"{results_tables.ocr_table(ocr['ocr'])} {made}"
     for path in sorted(Path(results).glob("study_*.json")):
         if "trials" in (record := read_json(path, error=ConfigError)):
             available[path.stem] = lambda record=record: results_tables.trials_table(record)

@@ -128,9 +128,10 @@ def study_table(study: Study, records: Mapping[str, ExperimentRecord]) -> str:
         for point in study_points(study, records)
     ]
     setting = study.setting.replace("_", " ")
-    return _markdown(
+    table = _markdown(
         ["loss", setting, "validation: one logit 1-AUPRC", "validation: accuracy", "violations"], rows
     )
+    return f"{table}\n\n{_trained([records[name] for name in study.records])}"
 
 
 def tried_table(records: Sequence[ExperimentRecord]) -> str:
@@ -141,12 +142,16 @@ def tried_table(records: Sequence[ExperimentRecord]) -> str:
       ...     {"learning_rate": 0.1, "status": "finished", "validation": {"auprc": 0.75, "accuracy": 0.5}},
       ...     {"learning_rate": 1.0, "status": "diverged", "validation": {}},
       ... ]
+      >>> config = {"model": "mlp", "hidden_sizes": [], "width": 1, "steps": 9, "batch_size": 4, "optimizer": "adam", "seed": 0}
       >>> record = {"experiment": {"optimizer": "adam"}, "sweep": {"cross_entropy": {"runs": runs}}}
+      >>> record |= {"runs": [{"config": config}], "environment": {"host": {"cores": 2}, "commit": "1a2b3c"}}
       >>> print(tried_table([record]))
       | loss | learning rate | validation: one logit 1-AUPRC | validation: accuracy |
       | --- | --- | --- | --- |
       | cross_entropy | 0.1 | 0.250 | 0.500 |
       | cross_entropy | 1 | diverged |  |
+      <BLANKLINE>
+      mlp, 9 steps of 4, adam, seed 0, on 2 cores of a CPU, commit 1a2b3c.
     """
     runs = [
         (loss, {"optimizer": record["experiment"]["optimizer"], **run})
@@ -171,7 +176,8 @@ def tried_table(records: Sequence[ExperimentRecord]) -> str:
             ]
         )
     headings = [name.replace("_", " ") for name in names]
-    return _markdown(["loss", *headings, "validation: one logit 1-AUPRC", "validation: accuracy"], rows)
+    table = _markdown(["loss", *headings, "validation: one logit 1-AUPRC", "validation: accuracy"], rows)
+    return f"{table}\n\n{_trained(records)}"
 
 
 def _varied(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
@@ -245,7 +251,8 @@ def trials_table(record: Mapping[str, Any]) -> str:
         )
     names = [name.replace("_", " ") for name in record["trials"][0]["settings"]]
     table = _markdown([*names, "validation: one logit 1-AUPRC", "validation: accuracy"], rows)
-    return "\n\n".join([table, *_trained_in_full(record.get("full", []))])
+    made = [f"Commit {record['environment']['commit']}."] if "environment" in record else []
+    return "\n\n".join([table, *made, *_trained_in_full(record.get("full", []))])
 
 
 def _trained_in_full(runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -407,7 +414,7 @@ def classes_table(records: Mapping[str, ExperimentRecord]) -> str:
             ]
         )
     headings = ["k", *losses, "cross_entropy, all logits", "relative improvement"]
-    return _markdown(headings, rows)
+    return f"{_markdown(headings, rows)}\n\n{_trained(chosen)}"
 
 
 def commands_table(minutes: Mapping[str, float], commands: Mapping[str, str]) -> str:
@@ -426,19 +433,29 @@ def commands_table(minutes: Mapping[str, float], commands: Mapping[str, str]) ->
     return _markdown(["record", "command", "time"], rows)
 
 
-def _chosen(record: ExperimentRecord) -> str:
-    """The settings that were chosen on the validation split, in a sentence; how the networks were trained."""
-    config = record["runs"][0]["config"]
-    network = config["model"]
-    if config["hidden_sizes"]:
-        network += " " + "-".join(map(str, config["hidden_sizes"]))
-    if config["width"] != 1:
-        network += f" at width {config['width']:g}"
-    cores = record["environment"]["host"]["cores"]
-    how = (
-        f"{network}, {config['steps']:,} steps of {config['batch_size']}, {config['optimizer']}, seed {config['seed']}, "
-        f"on {cores} core{'s' * (cores > 1)} of a CPU."
+def _trained(records: Sequence[ExperimentRecord]) -> str:
+    """How the networks of some records were trained, in a sentence; values in which they differ stand side by side."""
+    configs = [run["config"] for record in records for run in record["runs"]]
+
+    def of(name: str, form: str = "") -> str:
+        return " / ".join(dict.fromkeys(format(config[name], form) for config in configs))
+
+    network = of("model")
+    if configs[0]["hidden_sizes"]:
+        network += " " + "-".join(map(str, configs[0]["hidden_sizes"]))
+    if configs[0]["width"] != 1:
+        network += f" at width {of('width', 'g')}"
+    cores = max(record["environment"]["host"]["cores"] for record in records)
+    commits = " / ".join(dict.fromkeys(record["environment"]["commit"] for record in records))
+    return (
+        f"{network}, {of('steps', ',')} steps of {of('batch_size')}, {of('optimizer')}, seed {of('seed')}, "
+        f"on {cores} core{'s' * (cores > 1)} of a CPU, commit {commits}."
     )
+
+
+def _chosen(record: ExperimentRecord) -> str:
+    """How the networks were trained, and the settings that were chosen on the validation split."""
+    how = _trained([record])
     if record["sweep"] is None:
         return how
     chosen = []
@@ -547,7 +564,9 @@ def _normalizer_errors(entries: Sequence[Mapping[str, Any]]) -> str:
         scores = {score["score"]: score for score in entry["scores"]}
         title = f"{entry['dataset']}, {entry['num_classes']:,} classes"
         rows.append([title, entry["loss"], *(cell(scores, name) for name in _NORMALIZER_SCORES)])
-    return _markdown(["data", "loss", *(f"{name}: 1-AUPRC (recall)" for name in _NORMALIZER_SCORES)], rows)
+    table = _markdown(["data", "loss", *(f"{name}: 1-AUPRC (recall)" for name in _NORMALIZER_SCORES)], rows)
+    commits = dict.fromkeys(entry["environment"]["commit"] for entry in entries)
+    return f"{table}\n\nSeed 0, commits {', '.join(commits)}."
 
 
 def _normalizer_summary(entries: Sequence[Mapping[str, Any]]) -> str:
