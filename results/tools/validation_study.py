@@ -3,7 +3,7 @@
 batch_cross_entropy: MNIST with what the paper leaves open, the optimizer, the batch size, and the epsilon that the authors' program has
 inside the logarithm. The best trial is trained in full with three seeds and measured on the test split.
 
-augmentation: how much the pictures of glyphs are distorted.
+augmentation, omniglot_augmentation: how much the pictures of glyphs and of omniglot are distorted.
 
 A study that is stopped goes on from its record.
 
@@ -85,13 +85,16 @@ def run_trial(trial: Trial, dataset: Dataset, *, looks: int = _LOOKS) -> dict[st
     return {name: float(np.mean([each[name] for each in seen])) for name in ("auprc", "accuracy")}
 
 
-def augmentation_trials(steps: int, error: Callable[[Trial], float]) -> Iterator[Trial]:
-    """Glyphs with more and less distortion, as multiples of one that was chosen by eye; ``--augment distort`` has half."""
+def augmentation_trials(
+    steps: int, error: Callable[[Trial], float], *, dataset: str = "glyphs"
+) -> Iterator[Trial]:
+    """More and less distortion, as multiples of one that was chosen by eye; ``--augment distort`` has half."""
     by_eye = {"max_rotation": 0.1, "max_log_scale": 0.1, "max_shift": 0.04, "max_noise": 0.2}
     for loss in ("cross_entropy", "batch_cross_entropy"):
         for factor in (0.0, 0.5, 1.0, 2.0):
             augment = functools.partial(augment_glyphs, **{n: factor * v for n, v in by_eye.items()})
-            yield Trial({"loss": loss, "distortion": factor}, RunConfig(loss=loss, steps=steps), augment)
+            config = RunConfig(dataset=dataset, loss=loss, steps=steps)
+            yield Trial({"loss": loss, "distortion": factor}, config, augment)
 
 
 def batch_cross_entropy_trials(steps: int, error: Callable[[Trial], float]) -> Iterator[Trial]:
@@ -124,6 +127,7 @@ def batch_cross_entropy_trials(steps: int, error: Callable[[Trial], float]) -> I
 
 STUDIES = {
     "augmentation": (augmentation_trials, 2_000),
+    "omniglot_augmentation": (functools.partial(augmentation_trials, dataset="omniglot"), 1_000),
     "batch_cross_entropy": (batch_cross_entropy_trials, 10_000),
 }
 """The trials of each study, and the steps of a trial."""
