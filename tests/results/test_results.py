@@ -326,7 +326,9 @@ def test_a_records_command_with_fewer_steps_writes_a_record_of_the_same_form(nam
         pytest.skip(f"the data of this record is not here: {error}")
     if "--normalizer" not in flags:  # the older records were made when there was none
         flags += ["--normalizer", "none"]
-    assert cli.main(["train", *flags, "--quiet"]) == 0
+    if "--quiet" not in flags:
+        flags += ["--quiet"]
+    assert cli.main(["train", *flags]) == 0
     made, kept = json.loads((tmp_path / "record.json").read_text()), copy.deepcopy(EXPERIMENTS[name])
     for run in kept["runs"]:  # older records lack newer settings
         run["config"] = json.loads(json.dumps(RunConfig.from_json(run["config"]).to_json()))

@@ -65,7 +65,7 @@ def test_a_study_that_was_stopped_goes_on_from_its_record(tmp_path, monkeypatch)
     study("augmentation", path)
     assert trained == [{"learning_rate": rate} for rate in (0.002, 0.004, 0.004)]
     assert json.loads(path.read_text())["trials"] == whole["trials"]
-    assert len(results_tables.trials_table(whole).splitlines()) == 4
+    assert results_tables.trials_table(whole).count("\n| 0.00") == 2
 
 
 @pytest.mark.slow
