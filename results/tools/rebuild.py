@@ -91,10 +91,12 @@ def tables(experiments: Experiments, benchmarks: Benchmarks) -> dict[str, Callab
         "quickstart": lambda: results_tables.short_table(experiments["glyphs"], _QUICKSTART),
     }
     for name, record in experiments.items():
-        available[name] = lambda record=record: results_tables.full_table(record)
+        available[name] = lambda record=record: results_tables.full_table([record])
         available[f"{name}_short"] = lambda record=record: results_tables.short_table(record)
         if record["sweep"] is not None:
             available[f"{name}_tried"] = lambda record=record: results_tables.tried_table([record])
+    if half := [r for name, r in experiments.items() if name.startswith(results_tables.CIFAR100_HALF)]:
+        available["cifar100_half"] = lambda: results_tables.full_table(half)
     if set(results_tables.CJK_8000) <= set(experiments):
         both = [experiments[name] for name in results_tables.CJK_8000]
         available["cjk_tried"] = lambda: results_tables.tried_table(both)

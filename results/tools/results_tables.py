@@ -67,6 +67,9 @@ BY_CLASSES = ("glyphs_10", "glyphs_100", "glyphs_1000", "glyphs")
 MNIST_SEEDS = ("mnist_seed_1", "mnist_seed_2", "mnist_seed_3")
 """Records of MNIST that differ in the seed alone."""
 
+CIFAR100_HALF = "cifar100_half_"
+"""What the names of the records of CIFAR-100 at half of the width begin with; each has losses of its own."""
+
 CJK = ("cjk", "cjk_adam")
 """Records of the 42,174 Chinese, Japanese and Korean characters that differ in the optimizer."""
 
@@ -185,14 +188,17 @@ def _varied(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str
     return [name for name in names if len({run[name] for run in runs if name in run}) > 1]
 
 
-def full_table(record: ExperimentRecord) -> str:
-    """Every measure of an experiment on the test split, beside the paper's, and what was chosen on validation."""
-    tests = _tests(record)
-    (table,) = slc_tables(tests)
+def full_table(records: Sequence[ExperimentRecord]) -> str:
+    """Every measure of an experiment on the test split, beside the paper's, and what was chosen on validation.
+
+    Args:
+      records: Its records; several if its losses were trained by several commands.
+    """
+    (table,) = slc_tables([test for record in records for test in _tests(record)])
     # Of a group of columns, only the first says its name; the margin is left out.
     headings = [h if h.endswith("1-AUPRC") else h.split(": ")[-1] for h in table.headings[:-1]]
     shown = Table(table.title, headings, [row[:-1] for row in table.rows])
-    return "\n\n".join([shown.markdown(), *table.notes, _chosen(record)])
+    return "\n\n".join([shown.markdown(), *table.notes, _chosen(records)])
 
 
 def seeds_table(records: Sequence[ExperimentRecord]) -> str:
@@ -223,7 +229,7 @@ def seeds_table(records: Sequence[ExperimentRecord]) -> str:
     headings += ["with an affine normalizer: 1-AUPRC", "all logits: 1-AUPRC", "accuracy"]
     seeds = [str(record["experiment"]["seed"]) for record in records]
     commits = dict.fromkeys(record["environment"]["commit"] for record in records)
-    how = _chosen(records[0]).partition(", seed")[0]
+    how = _chosen(records[:1]).partition(", seed")[0]
     note = f"{how}; mean (smallest to largest) of seeds {', '.join(seeds)}; commit {', '.join(commits)}."
     return f"{_markdown(headings, rows)}\n\n{note}"
 
@@ -453,19 +459,17 @@ def _trained(records: Sequence[ExperimentRecord]) -> str:
     )
 
 
-def _chosen(record: ExperimentRecord) -> str:
+def _chosen(records: Sequence[ExperimentRecord]) -> str:
     """How the networks were trained, and the settings that were chosen on the validation split."""
-    how = _trained([record])
-    if record["sweep"] is None:
-        return how
+    how = _trained(records)
     chosen = []
-    for loss, tried in record["sweep"].items():
+    for loss, tried in (sweep for record in records for sweep in (record["sweep"] or {}).items()):
         varied = _varied(tried["runs"], _SETTINGS)
         best = next((run for run in tried["runs"] if run["run"] == tried["chosen"]), None)
         if best is not None and varied:
             settings = ", ".join(f"{name.replace('_', ' ')} {best[name]}" for name in varied)
             chosen.append(f"{loss} {settings}")
-    return f"{how} Chosen on the validation split: {'; '.join(chosen)}."
+    return f"{how} Chosen on the validation split: {'; '.join(chosen)}." if chosen else how
 
 
 def normalizer_tables(entries: Sequence[Mapping[str, Any]]) -> dict[str, Callable[[], str]]:
