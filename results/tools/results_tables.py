@@ -453,9 +453,10 @@ def _trained(records: Sequence[ExperimentRecord]) -> str:
         network += f" at width {of('width', 'g')}"
     cores = max(record["environment"]["host"]["cores"] for record in records)
     commits = " / ".join(dict.fromkeys(record["environment"]["commit"] for record in records))
+    starts = [f" {c['loss']} starts from {c['init_from']}." for c in configs if c.get("init_from")]
     return (
         f"{network}, {of('steps', ',')} steps of {of('batch_size')}, {of('optimizer')}, seed {of('seed')}, "
-        f"on {cores} core{'s' * (cores > 1)} of a CPU, commit {commits}."
+        f"on {cores} core{'s' * (cores > 1)} of a CPU, commit {commits}.{''.join(starts)}"
     )
 
 
