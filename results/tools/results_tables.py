@@ -442,6 +442,20 @@ def commands_table(minutes: Mapping[str, float], commands: Mapping[str, str]) ->
 def _trained(records: Sequence[ExperimentRecord]) -> str:
     """How the networks of some records were trained, in a sentence; values in which they differ stand side by side."""
     configs = [run["config"] for record in records for run in record["runs"]]
+    cores = max(record["environment"]["host"]["cores"] for record in records)
+    commits = " / ".join(dict.fromkeys(record["environment"]["commit"] for record in records))
+    starts = [f" {c['loss']} starts from {c['init_from']}." for c in configs if c.get("init_from")]
+    return f"{_how(configs)}, on {cores} core{'s' * (cores > 1)} of a CPU, commit {commits}.{''.join(starts)}"
+
+
+def _how(configs: Sequence[Mapping[str, Any]]) -> str:
+    """Network, steps, optimizer and seed of some runs.
+
+    Examples:
+      >>> config = {"model": "mlp", "hidden_sizes": [8], "width": 1, "steps": 9, "batch_size": 4, "optimizer": "adam", "seed": 0}
+      >>> _how([config, config | {"seed": 1}])
+      'mlp 8, 9 steps of 4, adam, seed 0 / 1'
+    """
 
     def of(name: str, form: str = "") -> str:
         return " / ".join(dict.fromkeys(format(config[name], form) for config in configs))
@@ -451,13 +465,7 @@ def _trained(records: Sequence[ExperimentRecord]) -> str:
         network += " " + "-".join(map(str, configs[0]["hidden_sizes"]))
     if configs[0]["width"] != 1:
         network += f" at width {of('width', 'g')}"
-    cores = max(record["environment"]["host"]["cores"] for record in records)
-    commits = " / ".join(dict.fromkeys(record["environment"]["commit"] for record in records))
-    starts = [f" {c['loss']} starts from {c['init_from']}." for c in configs if c.get("init_from")]
-    return (
-        f"{network}, {of('steps', ',')} steps of {of('batch_size')}, {of('optimizer')}, seed {of('seed')}, "
-        f"on {cores} core{'s' * (cores > 1)} of a CPU, commit {commits}.{''.join(starts)}"
-    )
+    return f"{network}, {of('steps', ',')} steps of {of('batch_size')}, {of('optimizer')}, seed {of('seed')}"
 
 
 def _chosen(records: Sequence[ExperimentRecord]) -> str:
@@ -567,11 +575,18 @@ def _normalizer_errors(entries: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for entry in entries:
         scores = {score["score"]: score for score in entry["scores"]}
-        title = f"{entry['dataset']}, {entry['num_classes']:,} classes"
-        rows.append([title, entry["loss"], *(cell(scores, name) for name in _NORMALIZER_SCORES)])
+        rows.append([_data(entry), entry["loss"], *(cell(scores, name) for name in _NORMALIZER_SCORES)])
     table = _markdown(["data", "loss", *(f"{name}: 1-AUPRC (recall)" for name in _NORMALIZER_SCORES)], rows)
+    networks: dict[str, list[str]] = {}
+    for entry in entries:
+        networks.setdefault(_how([entry["config"]]), []).append(_data(entry))
+    trained = [f"{'; '.join(dict.fromkeys(data))}: {how}." for how, data in networks.items()]
     commits = dict.fromkeys(entry["environment"]["commit"] for entry in entries)
-    return f"{table}\n\nSeed 0, commits {', '.join(commits)}."
+    return f"{table}\n\nNetworks: {' '.join(trained)} Commits {', '.join(commits)}."
+
+
+def _data(entry: Mapping[str, Any]) -> str:
+    return f"{entry['dataset']}, {entry['num_classes']:,} classes"
 
 
 def _normalizer_summary(entries: Sequence[Mapping[str, Any]]) -> str:
@@ -610,7 +625,7 @@ def _normalizer_costs(entries: Sequence[Mapping[str, Any]]) -> str:
         fits = {score["score"]: score for score in entry["scores"] if "fit_seconds" in score}
         rows.append(
             [
-                f"{entry['dataset']}, {entry['num_classes']:,} classes",
+                _data(entry),
                 entry["loss"],
                 f"{entry['num_fitted']:,}",
                 *(
