@@ -444,8 +444,12 @@ def _trained(records: Sequence[ExperimentRecord]) -> str:
     configs = [run["config"] for record in records for run in record["runs"]]
     cores = max(record["environment"]["host"]["cores"] for record in records)
     commits = " / ".join(dict.fromkeys(record["environment"]["commit"] for record in records))
-    starts = [f" {c['loss']} starts from {c['init_from']}." for c in configs if c.get("init_from")]
-    return f"{_how(configs)}, on {cores} core{'s' * (cores > 1)} of a CPU, commit {commits}.{''.join(starts)}"
+    starts: dict[str, list[str]] = {}
+    for config in configs:
+        if config.get("init_from"):
+            starts.setdefault(config["init_from"], []).append(config["loss"])
+    started = "".join(f" From {start}: {', '.join(losses)}." for start, losses in starts.items())
+    return f"{_how(configs)}, on {cores} core{'s' * (cores > 1)} of a CPU, commit {commits}.{started}"
 
 
 def _how(configs: Sequence[Mapping[str, Any]]) -> str:

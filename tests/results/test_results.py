@@ -21,6 +21,7 @@ from pols_jax.cli import train
 from pols_jax.data import load
 from pols_jax.errors import ConfigError, DataError
 from pols_jax.evaluation.slc_records import SlcRecord
+from pols_jax.losses import ALIGNED, LOSSES
 from pols_jax.training.config import Experiment, RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +66,16 @@ def test_fashion_mnist_as_a_folder_is_learned_without_flags_and_one_logit_of_the
     assert aligned.slc.auprc > plain.slc.auprc
     assert set(flags_of("fashion_mnist")[::2]) == {"--dataset", "--run-dir", "--record"}
     assert record["training_minutes"] <= 3
+
+
+def test_on_cifar100_all_seven_losses_learn_and_one_logit_of_every_aligned_loss_wins():
+    records = [record for name, record in EXPERIMENTS.items() if name.startswith("cifar100_half_")]
+    tests = {record["runs"][0]["config"]["loss"]: record["runs"][0]["test"] for record in records}
+    assert set(tests) == set(LOSSES)
+    assert min(test["accuracy"] for test in tests.values()) >= 0.5
+    auprc = {loss: test["slc"]["auprc"] for loss, test in tests.items()}
+    others = set(LOSSES) - ALIGNED
+    assert min(auprc[loss] for loss in ALIGNED) > max(auprc[loss] for loss in others)
 
 
 def test_workers_read_more_than_one_and_shrinking_pays():
