@@ -23,6 +23,7 @@ from pols_jax.normalizers import (
     log_normalizer,
     rows_of_clusters,
 )
+from pols_jax.normalizers.normalizer import is_product_faster
 
 NUM_CLASSES, NUM_FEATURES = 60, 8
 # With eight rows all are those of clusters; with forty, half are rows of classes.
@@ -144,7 +145,25 @@ def test_rows_stored_in_eight_bits_are_scaled_when_they_are_read(layer):
         plain.clusters, kernel=jnp.asarray(stored, jnp.int8), scales=jnp.asarray(scales, jnp.float32)
     )
     scaled = dataclasses.replace(plain, clusters=clusters)
-    np.testing.assert_allclose(scaled(features), plain(features), rtol=1e-5, atol=1e-4)
+    for some in (features, features[0]):
+        np.testing.assert_allclose(scaled(some), plain(some), rtol=1e-5, atol=1e-4)
+
+
+def test_an_example_reads_the_rows_of_its_classes_and_many_pick_them_from_a_product(layer):
+    features, kernel, bias, _ = layer
+    normalizer = fit(features, kernel, bias, num_rows=40)
+    faster = [is_product_faster(n, num_classes=NUM_CLASSES, num_own=20) for n in (1, 2, 3, 900)]
+    assert faster == [False, False, True, True]
+    together = normalizer(features[:20])
+    np.testing.assert_allclose(
+        [normalizer(example) for example in features[:20]], together, rtol=1e-5, atol=1e-5
+    )
+    np.testing.assert_allclose(jax.vmap(normalizer)(features[:20]), together, rtol=1e-5, atol=1e-5)
+
+
+def test_with_too_many_classes_for_the_own_rows_a_large_batch_gathers_them_too():
+    assert is_product_faster(10_000, num_classes=640, num_own=20)
+    assert not is_product_faster(10_000, num_classes=641, num_own=20)
 
 
 @pytest.mark.parametrize("num_rows", [NUM_CLASSES, 10 * NUM_CLASSES])
@@ -232,7 +251,8 @@ def test_a_mesh_gives_what_one_device_gives(layer, num_rows, axis_type):
     ]
     alone = fit(features, kernel, bias, num_rows=num_rows)
     on_mesh = fit(features, *spread, num_rows=num_rows)
-    np.testing.assert_allclose(on_mesh(features), alone(features), rtol=1e-4, atol=1e-4)
+    for some in (features, features[:1]):
+        np.testing.assert_allclose(on_mesh(some), alone(some), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_rows", [0, 6, 40, 10**6], ids=["affine", "rows", "own rows", "exact"])
@@ -244,13 +264,14 @@ def test_processes_that_share_out_the_classes_fit_what_one_fits(layer, num_rows)
     def fit(share):
         own = slice(share.classes.start, share.classes.stop)
         fitted = fit_normalizer(features, kernel[own], bias[own], share=share, **options)
-        return fitted, estimates(fitted, features, share=share)
+        return fitted, [estimates(fitted, some, share=share) for some in (features, features[:1])]
 
     found = together(fit, num_classes=len(kernel), count=2)
     for each, estimated in found:
         # Sums over classes are added up in another order, and 40 steps of Adam carry that on.
         rounding = 1e-2 if num_rows in (6, 40) else 1e-4
-        np.testing.assert_allclose(estimated, estimates(alone, features), rtol=rounding, atol=rounding)
+        for found_of, some in zip(estimated, (features, features[:1]), strict=True):
+            np.testing.assert_allclose(found_of, estimates(alone, some), rtol=rounding, atol=rounding)
         np.testing.assert_allclose(each.fit, alone.fit, rtol=1e-2, atol=1e-3)
         if each.clusters is not None:
             assert each.clusters.kernel.shape[0] == NUM_CLASSES // 2

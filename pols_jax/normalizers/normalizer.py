@@ -21,8 +21,10 @@ from pols_jax.losses.linear_stats import LinearStats
 
 # Examples that are estimated in one go.
 _CHUNK = 2048
-# Rows of classes that are gathered for several examples at a time.
-_MAX_GATHERED_BYTES = 2**25
+# Rows or logits of classes, for several examples at a time.
+_MAX_BYTES = 2**25
+# In a product of many examples, this many rows take less time than one row that is gathered for one of them.
+_PRODUCT_ROWS = 32
 
 
 class Fit(NamedTuple):
@@ -37,6 +39,21 @@ class Fit(NamedTuple):
     r_squared: float
     error: float
     num_features: int
+
+
+def is_product_faster(num_examples: int, *, num_classes: int, num_own: int) -> bool:
+    """Tells whether all logits of some examples take less time than gathering the own rows of each of them.
+
+    Args:
+      num_examples: The number of examples.
+      num_classes: The number of classes.
+      num_own: How many own rows of classes are read for an example.
+
+    Examples:
+      >>> is_product_faster(1, num_classes=1024, num_own=128), is_product_faster(8, num_classes=1024, num_own=128)
+      (False, True)
+    """
+    return num_classes <= num_own * min(num_examples, _PRODUCT_ROWS)
 
 
 @jax.tree_util.register_dataclass
@@ -93,9 +110,14 @@ class Clusters:
         return clusters
 
     def log_sums(
-        self, features: Float[Array, " features"], estimates: Float[Array, " clusters"]
+        self, features: Float[Array, " features"], estimates: Float[Array, " clusters"], *, in_product: bool
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Opens the clusters with the largest estimates, as long as their classes are at most ``num_own``.
+
+        Args:
+          features: The features of an example.
+          estimates: What the row of each cluster says.
+          in_product: Whether to pick the logits of opened classes from all logits, instead of gathering their rows.
 
         Returns:
           The logsumexp of the estimates of the clusters that stay closed, and that of the logits of the others' classes.
@@ -108,12 +130,15 @@ class Clusters:
         within = places - repeat(jnp.cumsum(sizes) - sizes)
         rows = self.order.at[repeat(starts[ranked]) + within].get(mode="clip") - self.first_class
         closed = jnp.where(sizes > 0, -jnp.inf, estimates[ranked])
-        own = jnp.where(places < jnp.sum(sizes), self._logits(features, rows), -jnp.inf)
+        own = jnp.where(places < jnp.sum(sizes), self._logits(features, rows, in_product), -jnp.inf)
         return jax.nn.logsumexp(closed), jax.nn.logsumexp(own)
 
-    def _logits(self, features, rows) -> Float[Array, " rows"]:
+    def _logits(self, features, rows, in_product) -> Float[Array, " rows"]:
         """The logits of some rows; minus infinity for those that another process has."""
-        logits = all_logits(features, self.kernel.at[rows].get(mode="clip").astype(jnp.float32), None)
+        if in_product:
+            logits = all_logits(features, self.kernel.astype(jnp.float32), None).at[rows].get(mode="clip")
+        else:
+            logits = all_logits(features, self.kernel.at[rows].get(mode="clip").astype(jnp.float32), None)
         if self.scales is not None:
             logits = logits * self.scales.at[rows].get(mode="clip")
         bias = self.bias.at[rows].get(mode="fill", fill_value=-jnp.inf, wrap_negative_indices=False)
@@ -180,15 +205,23 @@ class Normalizer:
 
 @jax.jit
 def _opened(clusters: Clusters, features, estimates) -> tuple[Array, Array]:
-    """`Clusters.log_sums` of many examples, as many at a time as the memory for their rows allows."""
+    """`Clusters.log_sums` of many examples, as many at a time as the memory for their rows or logits allows."""
+    num_classes, num_features = clusters.kernel.shape
     examples = (
-        jnp.asarray(features).reshape(-1, features.shape[-1]),
+        jnp.asarray(features).reshape(-1, num_features),
         estimates.reshape(-1, estimates.shape[-1]),
     )
-    row_bytes = clusters.num_own * clusters.kernel.shape[1] * clusters.kernel.dtype.itemsize
-    # A program for batches of any size takes the examples one by one.
-    at_once = max(1, _MAX_GATHERED_BYTES // row_bytes) if isinstance(examples[0].shape[0], int) else None
-    parts = lax.map(lambda example: clusters.log_sums(*example), examples, batch_size=at_once)
+    num_examples = examples[0].shape[0]
+    is_known = isinstance(
+        num_examples, int
+    )  # a program for batches of any size takes the examples one by one
+    in_product = is_known and is_product_faster(
+        num_examples, num_classes=num_classes, num_own=clusters.num_own
+    )
+    numbers = num_classes if in_product else clusters.num_own * num_features
+    at_once = max(1, _MAX_BYTES // (4 * numbers)) if is_known else None
+    log_sums = functools.partial(clusters.log_sums, in_product=in_product)
+    parts = lax.map(lambda example: log_sums(*example), examples, batch_size=at_once)
     closed, own = (part.reshape(features.shape[:-1]) for part in parts)
     return closed, own
 
