@@ -10,9 +10,10 @@ import pytest
 from pols_jax.cli import compiling, search
 from pols_jax.errors import PolsError
 
-# Slow to compile, fast to run; and how often it was compiled instead of read.
+# Slow to compile, fast to run; and how often it was compiled instead of read. Its input is NumPy's, so that it is the
+# only program: one that takes about as long as is worth keeping is sometimes kept in the first start, sometimes later.
 PROGRAM = """
-import jax, jax.numpy as jnp
+import jax, jax.numpy as jnp, numpy as np
 from pols_jax.cli.compiling import keep_compiled_programs
 misses = []
 jax.monitoring.register_event_listener(lambda name, **_: misses.append(name) if name.endswith("cache_misses") else None)
@@ -21,7 +22,7 @@ def sorted_often(x):
     for i in range(20):
         x = jnp.sort(jnp.sin(x + i))
     return x.sum()
-print(float(jax.jit(sorted_often)(jnp.arange(9.0))), len(misses))
+print(float(jax.jit(sorted_often)(np.arange(9, dtype=np.float32))), len(misses))
 """
 
 
@@ -42,7 +43,7 @@ def start(cache_home):
 
 def test_the_second_start_compiles_nothing_and_a_damaged_cache_is_no_error(tmp_path):
     first, misses = start(tmp_path)
-    assert misses
+    assert misses == 1
     assert start(tmp_path) == (first, 0)
     (entry,) = (tmp_path / "pols_jax" / "compiled").glob("jit_sorted_often*")
     entry.write_bytes(entry.read_bytes()[:100])
