@@ -23,7 +23,7 @@ from pols_jax.losses.linear_stats import LinearStats
 _CHUNK = 2048
 # Rows or logits of classes, for several examples at a time.
 _MAX_BYTES = 2**25
-# In a product of many examples, this many rows take less time than one row that is gathered for one of them.
+# In a product of many examples, this many rows take at most the time of one row that is gathered (tried on a CPU).
 _PRODUCT_ROWS = 32
 
 
@@ -211,14 +211,11 @@ def _opened(clusters: Clusters, features, estimates) -> tuple[Array, Array]:
         jnp.asarray(features).reshape(-1, num_features),
         estimates.reshape(-1, estimates.shape[-1]),
     )
-    num_examples = examples[0].shape[0]
-    is_known = isinstance(
-        num_examples, int
-    )  # a program for batches of any size takes the examples one by one
-    in_product = is_known and is_product_faster(
-        num_examples, num_classes=num_classes, num_own=clusters.num_own
-    )
-    numbers = num_classes if in_product else clusters.num_own * num_features
+    num_examples, num_own = examples[0].shape[0], clusters.num_own
+    # A program for batches of any size takes the examples one by one.
+    is_known = isinstance(num_examples, int)
+    in_product = is_known and is_product_faster(num_examples, num_classes=num_classes, num_own=num_own)
+    numbers = num_classes if in_product else num_own * num_features
     at_once = max(1, _MAX_BYTES // (4 * numbers)) if is_known else None
     log_sums = functools.partial(clusters.log_sums, in_product=in_product)
     parts = lax.map(lambda example: log_sums(*example), examples, batch_size=at_once)

@@ -448,7 +448,7 @@ def _trained(records: Sequence[ExperimentRecord]) -> str:
     for config in configs:
         if config.get("init_from"):
             starts.setdefault(config["init_from"], []).append(config["loss"])
-    started = "".join(f" From {start}: {', '.join(losses)}." for start, losses in starts.items())
+    started = "".join(f" Started from {start}: {', '.join(losses)}." for start, losses in starts.items())
     return f"{_how(configs)}, on {cores} core{'s' * (cores > 1)} of a CPU, commit {commits}.{started}"
 
 
